@@ -1,0 +1,234 @@
+"""The public functions. ``shard`` is five phases, one line each."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+import lowtide
+from lowtide.comm.agree import agree
+from lowtide.comm.group import Group
+from lowtide.config import Activations, Comm, Config, Partition, Precision, UnitChoice, Update, build_config
+from lowtide.errors import ArgumentError, DoesNotFit, Refused
+from lowtide.runtime import gathered as _gathered
+from lowtide.runtime import hooks, norm
+from lowtide.runtime import module as sharded_module
+from lowtide.runtime import optimizer as sharded_optimizer
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.unit import contiguous_stride, dense_stride, flat_view
+from lowtide.spec.units import UnitSpec, find_units
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer | None)
+
+_engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+
+
+def shard(
+    model: M,
+    optimizer: O = None,  # type: ignore[assignment]
+    *,
+    memory: int | float | str | None = None,
+    device_memory: int | float | str | None = None,
+    disk: Any = None,
+    stage: int | str = "auto",
+    units: UnitChoice = None,
+    partition: str | Partition = "element",
+    weights: Any = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    precision: str | Precision | None = None,
+    activations: str | Activations = "auto",
+    update: str | Update = "step",
+    comm: Comm | None = None,
+    run: str | os.PathLike[str] | None = None,
+) -> tuple[M, O]:
+    """Shard ``model`` and ``optimizer`` in place over the ranks of ``group``; the training loop stays as it was.
+
+    Both come back as the same objects. ``stage``: 0 nothing sharded, 1 optimizer states, 2 + gradients, 3 + parameters;
+    "auto" is 3 on several ranks and 0 on one. ``units`` names modules whose parameters travel together (default: repeated
+    blocks). ``group``: a process group or a DeviceMesh, also (replicate x shard); default: all ranks, or none needed.
+    Called again with the same model and an optimizer, it makes that optimizer the model's.
+    """
+    if (known := _engines.get(model)) is not None:
+        return _attach_later(known, model, optimizer)
+    _refuse_model(model)
+    if (optimizer is not None) and not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"optimizer is a {type(optimizer).__name__}; lowtide.shard takes a torch.optim.Optimizer.")
+    joined = Group.join(group, deadline=(comm or Comm()).deadline)
+    config = build_config(
+        world_size=joined.shard.size,
+        stage=stage,
+        partition=partition,
+        precision=precision,
+        activations=activations,
+        update=update,
+        comm=comm,
+        memory=memory,
+        device_memory=device_memory,
+        disk=disk,
+        weights=weights,
+        run=run,
+    )
+    specs = find_units(model, units, bucket_bytes=config.comm.bucket_bytes)
+    agree(joined.channel("agree"), _facts(model, optimizer, specs, config))
+    _refuse_too_large(specs, config, joined)
+    engine = Engine(model, specs, config, joined)
+    engine.start()
+    if optimizer is not None:
+        sharded_optimizer.make_sharded(optimizer, engine)
+    hooks.install(engine)
+    sharded_module.make_sharded(model, engine)
+    _engines[model] = engine
+    return model, optimizer
+
+
+def clip_grad_norm_(
+    model: nn.Module | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before.
+
+    The norm is the same bits at any stage and on any number of ranks, and for a plain model, see runtime/norm.py.
+    """
+    engine, params = _engine_and_params(model)
+    if engine is None:
+        pieces = [
+            norm.GradPiece(k, 0, p.numel(), flat_view(p.grad, dense_stride(p))) for k, p in enumerate(params) if p.grad is not None
+        ]
+        parts = norm.norms(pieces, float(norm_type), norm.alone)
+    else:
+        parts = engine.norms(float(norm_type))
+    total = torch.tensor(norm.total_norm(parts.values(), float(norm_type)), dtype=torch.float32)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise Refused(f"the gradient norm is {total.item()}: nothing was clipped. Leave error_if_nonfinite out to go on.")
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    with torch.no_grad():
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(factor.to(param.grad.device))
+    return total
+
+
+def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
+    """Clamp every element of every gradient to [-clip_value, clip_value]."""
+    with torch.no_grad():
+        for param in _engine_and_params(model)[1]:
+            if param.grad is not None:
+                param.grad.clamp_(min=-clip_value, max=clip_value)
+
+
+@contextmanager
+def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
+    """Whole parameters of a module (or the given ones) on every rank; with ``write``, rank 0's changes are kept by all.
+
+    Every rank must enter it. A model that is not sharded is left alone, so the same code runs with and without lowtide.
+    """
+    params = [what] if isinstance(what, nn.Parameter) else list(what.parameters() if isinstance(what, nn.Module) else what)
+    owners = {id(e): e for p in params if (e := _engine_of(p)) is not None}
+    if len(owners) > 1:
+        raise ArgumentError("gathered() was given parameters of more than one sharded model; open one gathered() for each.")
+    if not owners:
+        yield
+        return
+    engine = next(iter(owners.values()))
+    with _gathered.gathered(engine, [p for p in params if p in engine.unit_of], write=write):
+        yield
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine behind a sharded model, for reports and tests."""
+    engine = _engines.get(model)
+    if engine is None:
+        raise ArgumentError(f"this {type(model).__name__} is not sharded; call lowtide.shard first.")
+    return engine
+
+
+# -- phases of shard --------------------------------------------------------------------------------------------------
+
+
+def _attach_later(engine: Engine, model: M, optimizer: O) -> tuple[M, O]:
+    if optimizer is None or isinstance(optimizer, sharded_optimizer.ShardedOptimizer):
+        raise ArgumentError("this model is sharded already; calling lowtide.shard again only makes sense with a new optimizer.")
+    sharded_optimizer.make_sharded(optimizer, engine)
+    return model, optimizer
+
+
+def _refuse_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is a {type(model).__name__}; lowtide.shard takes a torch.nn.Module.")
+    params = dict(model.named_parameters())
+    if not params:
+        raise ArgumentError(f"{type(model).__name__} has no parameters: there is nothing to shard.")
+    odd = [n for n, p in params.items() if type(p) is not nn.Parameter]
+    if odd:
+        kind = type(params[odd[0]]).__name__
+        way = "run one forward pass first" if "Uninitialized" in kind else "shard the model before other libraries convert it"
+        raise Refused(f"parameter {odd[0]!r} is a {kind}, not a plain torch.nn.Parameter; {way}.")
+    devices = {str(p.device) for p in params.values()}
+    if len(devices) > 1 or "meta" in devices:
+        way = "build it under `with lowtide.deferred():` instead" if "meta" in devices else "move it to one device first"
+        raise Refused(f"the model's parameters are on {', '.join(sorted(devices))}; {way}.")
+    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
+        raise Refused(hooks._NO_COMPILE)
+    if any(engine_owned in _engines for engine_owned in model.modules()):
+        raise Refused("a part of this model is sharded already; shard the whole model once.")
+
+
+def _facts(model: nn.Module, optimizer: Optimizer | None, specs: list[UnitSpec], config: Config) -> list[tuple[str, str]]:
+    """What must be the same on every rank, in an order in which a difference is easiest to understand."""
+    facts = [("lowtide version", lowtide.__version__), ("torch version", torch.__version__), ("configuration", repr(config))]
+    facts += [("model", type(model).__name__)]
+    for i, (name, p) in enumerate(model.named_parameters(remove_duplicate=False)):
+        frozen = "" if p.requires_grad else " frozen"
+        facts.append((f"parameter {i}", f"{name} {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}{frozen}"))
+    facts += [(f"buffer {i}", f"{n} {b.dtype} {tuple(b.shape)}") for i, (n, b) in enumerate(model.named_buffers())]
+    facts += [(f"unit {i}", f"{s.name}: {len(s.params)} parameters") for i, s in enumerate(specs)]
+    if optimizer is not None:
+        sizes = [len(g["params"]) for g in optimizer.param_groups]
+        facts.append(("optimizer", f"{type(optimizer).__name__} with groups of {sizes} parameters"))
+    return facts
+
+
+def _refuse_too_large(specs: list[UnitSpec], config: Config, group: Group) -> None:
+    if config.memory_bytes is None:
+        return
+    states = sum(s.nbytes for s in specs)
+    stage, ranks = config.stage, group.shard.size
+    share = lambda sharded: states // (ranks if sharded else 1)  # noqa: E731
+    needed = share(stage.parameters) + share(stage.gradients)
+    if needed > config.memory_bytes:
+        fix = "use stage 3 on more ranks, or raise memory to at least the first number"
+        raise DoesNotFit("host", needed, config.memory_bytes, f"Parameters and gradients alone need that much: {fix}.")
+
+
+def _engine_of(param: nn.Parameter) -> Engine | None:
+    from lowtide.runtime.evicted import owner_of
+
+    owner = owner_of(param)
+    return owner if isinstance(owner, Engine) else None
+
+
+def _engine_and_params(model: nn.Module | Iterable[nn.Parameter]) -> tuple[Engine | None, list[nn.Parameter]]:
+    if isinstance(model, nn.Module):
+        engine = _engines.get(model)
+        return engine, list(engine.unit_of) if engine is not None else list(model.parameters())
+    params = list(model)
+    owners = {id(e): e for p in params if (e := _engine_of(p)) is not None}
+    if not owners:
+        return None, params
+    engine = next(iter(owners.values()))
+    if len(owners) > 1 or set(params) != set(engine.unit_of):
+        raise ArgumentError("clip takes a model, or all parameters of one sharded model.")
+    return engine, params
+
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "contiguous_stride", "engine_of", "gathered", "shard"]

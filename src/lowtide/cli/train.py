@@ -1,0 +1,88 @@
+"""``lowtide train``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lowtide.cli.output import say_failure
+from lowtide.errors import ArgumentError
+from lowtide.job.failure import FOLDER_VARIABLE, describe
+from lowtide.job.launch import start_ranks
+from lowtide.job.options import Options, check_run_folder, parse_stage_word
+from lowtide.job.presets import PRESETS
+
+_DEFAULTS = Options()
+
+
+def train(
+    *,
+    preset: Annotated[str | None, typer.Option(help=f"Model: {', '.join(PRESETS)}. Default: {_DEFAULTS.model_name}.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PACKAGE.MODULE:FUNCTION",
+            help="Your own model: an nn.Module with forward(tokens, targets) -> loss, or a Hugging Face one.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A text file or a folder. Default: Python's own standard library.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = _DEFAULTS.steps,
+    batch: Annotated[int, typer.Option(help="Sequences per step and rank.")] = _DEFAULTS.batch,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = _DEFAULTS.lr,
+    stage: Annotated[
+        str, typer.Option(help="What is sharded: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters, auto.")
+    ] = str(_DEFAULTS.stage),
+    ranks: Annotated[int, typer.Option(help="Processes to start on this host.")] = _DEFAULTS.ranks,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank. Default: the cores, divided by the ranks.")] = None,
+    seed: Annotated[int, typer.Option(help="Start of all random numbers.")] = _DEFAULTS.seed,
+    run: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Where config, plan and metrics go. Default: runs/<time>-<model>.")
+    ] = None,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Random tokens instead of text (and no default run folder).")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON at the end.")] = False,
+) -> int:
+    """Train a GPT, or your own model, on text.
+
+    Starts --ranks processes on this host (no port is opened), or joins the ranks that torchrun started.
+    """
+    chosen: dict[str, Any] = {"preset": preset, "model": model, "data": data, "synthetic": synthetic}
+    chosen |= {"steps": steps, "batch": batch, "lr": lr, "ranks": ranks, "threads": threads, "seed": seed}
+    folder = run if run is not None else None if synthetic else _new_run_folder(model or preset or _DEFAULTS.model_name)
+    options = Options(**chosen, stage=parse_stage_word(stage), run=folder)
+    if options.run is not None:
+        check_run_folder(options.run)
+    return run_job(options, output="json" if json else "text")
+
+
+def run_job(options: Options, *, output: str) -> int:
+    """Run the job in this process, or in ranks that this process starts; returns the exit code."""
+    under_torchrun = "RANK" in os.environ and FOLDER_VARIABLE not in os.environ
+    if under_torchrun and options.ranks > 1:
+        raise ArgumentError(f"--ranks is {options.ranks}, but another launcher has started this rank; leave --ranks out.")
+    if options.ranks > 1:
+        command = [sys.executable, "-m", "lowtide.job.worker", options.to_json(), output]
+        failure = start_ranks(command, options.ranks)
+        return 0 if failure is None else say_failure(failure, ranks=options.ranks)
+    from lowtide.job.worker import run_member  # imports torch: not before the options are known to be right
+
+    try:
+        return run_member(options, output=output)
+    except (Exception, KeyboardInterrupt) as error:
+        return say_failure(describe(error, int(os.environ.get("RANK", "0"))), ranks=1)
+
+
+def _new_run_folder(name: str) -> str:
+    base = Path("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{name.replace(':', '-').replace('/', '-')}")
+    path, number = base, 2
+    while path.exists():
+        path, number = Path(f"{base}-{number}"), number + 1
+    return str(path)

@@ -1,0 +1,226 @@
+"""What a caller may choose, as small frozen policies, and the only place where their words are parsed and checked.
+
+A policy may be given as a string where one word says it all: ``partition="row"`` is ``Partition("row")``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.errors import ArgumentError, Refused
+from lowtide.stages import STAGES, Stage
+
+_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*$", re.IGNORECASE)
+
+UnitChoice = str | type[torch.nn.Module] | Iterable[str | type[torch.nn.Module]] | Callable[[torch.nn.Module], bool] | None
+"""What ``units=`` takes: names (``*`` matches within one level), module classes, or a function that says yes to a module."""
+
+
+def _one_of(what: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ArgumentError(f"{what} is {value!r}; allowed: {', '.join(repr(a) for a in allowed)}.{hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Where a unit may be cut between ranks.
+
+    ``element``: anywhere (at multiples of 64 elements of a parameter); ``row``: between rows of dimension 0;
+    ``tensor``: never inside a parameter, which optimizers that look at whole matrices need.
+    ``shares`` gives ranks unequal parts, in any unit of measure; the default is equal parts.
+    """
+
+    by: str = "element"
+    shares: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("partition", self.by, ("element", "row", "tensor"))
+        if self.shares is not None and (not self.shares or min(self.shares) < 0 or sum(self.shares) <= 0):
+            raise ArgumentError(f"Partition.shares is {self.shares!r}; give one number >= 0 per rank, not all zero.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The dtype of every kind of bytes; ``None`` keeps what the model has.
+
+    ``param``: what forward and backward compute with. ``master``: what the optimizer updates (fp32 if ``param`` is 16-bit).
+    ``reduce``: what gradients are added in between ranks. ``gradient``: what gradient shards are kept in.
+    ``moments``: what the optimizer's states are kept in between steps.
+    ``loss_scale``: a number, or "dynamic" (the default for fp16): gradients are scaled in backward and unscaled when reduced.
+    """
+
+    param: str | None = None
+    master: str | None = None
+    gradient: str | None = None
+    reduce: str | None = None
+    moments: str | None = None
+    loss_scale: float | str | None = None
+
+    def __post_init__(self) -> None:
+        for kind in ("param", "master", "gradient", "reduce", "moments"):
+            value = getattr(self, kind)
+            if value is not None:
+                _one_of(f"Precision.{kind}", value, tuple(_DTYPES))
+        scale = self.loss_scale
+        if isinstance(scale, str):
+            _one_of("Precision.loss_scale", scale, ("dynamic",))
+        elif scale is not None and not scale > 0:
+            raise ArgumentError(f"Precision.loss_scale is {scale!r}; give a number > 0 or 'dynamic'.")
+
+    def dtypes(self, own: torch.dtype) -> KindDtypes:
+        """The dtype of each kind of bytes for a parameter that was built as ``own``."""
+        if not own.is_floating_point:
+            return KindDtypes(own, own, own, own, own)
+        param = _DTYPES[self.param] if self.param else own
+        low = self.param is not None and param.itemsize == 2
+        master = _DTYPES[self.master] if self.master else (torch.float32 if low else param)
+        reduce = _DTYPES[self.reduce] if self.reduce else master
+        gradient = _DTYPES[self.gradient] if self.gradient else reduce
+        moments = _DTYPES[self.moments] if self.moments else master
+        return KindDtypes(param, master, gradient, reduce, moments)
+
+    @property
+    def scale(self) -> float | str | None:
+        """The loss scale in force."""
+        return self.loss_scale if self.loss_scale is not None else ("dynamic" if self.param == "fp16" else None)
+
+
+@dataclass(frozen=True, slots=True)
+class KindDtypes:
+    """One dtype per kind of bytes."""
+
+    param: torch.dtype
+    master: torch.dtype
+    gradient: torch.dtype
+    reduce: torch.dtype
+    moments: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What happens to tensors that autograd saves. This version keeps them, as plain PyTorch does."""
+
+    policy: str = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("activations", self.policy, ("auto", "keep"))
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """When the optimizer runs. ``step``: in ``optimizer.step()``, so that a caller may clip, scale or skip before it."""
+
+    when: str = "step"
+
+    def __post_init__(self) -> None:
+        _one_of("update", self.when, ("step",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comm:
+    """How ranks talk. ``deadline``: seconds that one exchange may take before every rank gives up with a report.
+    ``prefetch``: how many units are gathered ahead of compute. ``bucket_bytes``: units below this size travel together."""
+
+    deadline: float = 300.0
+    prefetch: int = 1
+    bucket_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if not self.deadline > 0:
+            raise ArgumentError(f"Comm.deadline is {self.deadline!r}; give seconds > 0.")
+        if self.prefetch < 0 or self.bucket_bytes < 0:
+            raise ArgumentError("Comm.prefetch and Comm.bucket_bytes must be >= 0.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything a caller chose, checked. Frozen: nothing changes it after ``shard`` has returned."""
+
+    stage: Stage
+    partition: Partition
+    precision: Precision
+    activations: Activations
+    update: Update
+    comm: Comm
+    memory_bytes: int | None
+    run: str | None
+
+
+def parse_bytes(what: str, value: int | float | str | None) -> int | None:
+    """``"4GiB"``, ``"500MB"``, ``4e9`` or ``None`` → bytes. GiB is 2**30, GB is 10**9, a bare G is 2**30."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        match = _BYTES.match(value)
+        if match is None:
+            raise ArgumentError(f"{what} is {value!r}; write a number and a unit, such as '4GiB', '500MB' or '0.5T'.")
+        number, prefix, binary, suffix = match.groups()
+        base = 1000 if (prefix and suffix and not binary) else 1024
+        value = float(number) * base ** " kmgt".index(prefix.lower() or " ")
+    if not value > 0:
+        raise ArgumentError(f"{what} is {value!r}; give more than 0 bytes.")
+    return int(value)
+
+
+def parse_stage(value: int | str, world_size: int) -> Stage:
+    """``0``–``3`` or ``"auto"``: nothing to shard on one rank, everything on several."""
+    if value == "auto":
+        return STAGES[3 if world_size > 1 else 0]
+    if isinstance(value, bool) or value not in STAGES:
+        raise ArgumentError(
+            f"stage is {value!r}; allowed: 0 (nothing sharded), 1 (optimizer), 2 (+ gradients), 3 (+ parameters) or 'auto'."
+        )
+    return STAGES[int(value)]
+
+
+def build_config(
+    *,
+    world_size: int,
+    stage: int | str,
+    partition: str | Partition,
+    precision: str | Precision | None,
+    activations: str | Activations,
+    update: str | Update,
+    comm: Comm | None,
+    memory: int | float | str | None,
+    device_memory: int | float | str | None,
+    disk: Any,
+    weights: Any,
+    run: str | os.PathLike[str] | None,
+) -> Config:
+    """Check every argument of ``shard`` and freeze it."""
+    for name, value, what in (
+        ("disk", disk, "the disk tier"),
+        ("device_memory", device_memory, "a device tier apart from host memory"),
+        ("weights", weights, "streaming weights from files"),
+    ):
+        if value is not None:
+            raise Refused(f"{name}= needs {what}, which this version of lowtide does not have yet. Leave {name} out.")
+    built = Partition(partition) if isinstance(partition, str) else partition
+    if built.shares is not None and len(built.shares) != world_size:
+        raise ArgumentError(f"Partition.shares has {len(built.shares)} entries for {world_size} ranks that share the model.")
+    return Config(
+        stage=parse_stage(stage, world_size),
+        partition=built,
+        precision=Precision(param=precision) if isinstance(precision, str) else (precision or Precision()),
+        activations=Activations(activations) if isinstance(activations, str) else activations,
+        update=Update(update) if isinstance(update, str) else update,
+        comm=comm or Comm(),
+        memory_bytes=parse_bytes("memory", memory),
+        run=os.fspath(run) if run is not None else None,
+    )

@@ -1,0 +1,129 @@
+"""Every exception that lowtide raises on purpose, as one tree.
+
+An error names what is wrong, with the numbers, and the way out. The facts are fields, so that a program can act on them.
+Errors a caller caused also derive from the built-in type that plain PyTorch would have raised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class Error(Exception):
+    """Root of all errors raised by lowtide."""
+
+
+class ArgumentError(Error, ValueError):
+    """An argument of a public function is wrong; the message says what is allowed."""
+
+
+class Refused(Error, RuntimeError):
+    """lowtide cannot do this and keep its promise; the message says why and what to do instead. Nothing was changed."""
+
+
+class InternalError(Error, AssertionError):
+    """An invariant of lowtide does not hold. Please report it with the message."""
+
+
+@dataclass(eq=False)
+class Evicted(Error, RuntimeError):
+    """A parameter was used while its values were not here."""
+
+    parameter: str
+    unit: str
+    operation: str
+
+    def __str__(self) -> str:
+        return (
+            f"parameter {self.parameter!r} (unit {self.unit!r}) is evicted: {self.operation} needs its values. "
+            f"Use it inside the model's forward, or open `with lowtide.gathered(module):` (write=True to change it)."
+        )
+
+
+@dataclass(eq=False)
+class GradientElsewhere(Error, RuntimeError):
+    """A gradient that is stored as shards was used as if it were whole."""
+
+    parameter: str
+    operation: str
+
+    def __str__(self) -> str:
+        return (
+            f"the gradient of {self.parameter!r} is stored as shards: {self.operation} is not available on it. "
+            f"Norm, scaling, clamping and zeroing work; `grad.full_tensor()` (call it on every rank) gives it whole."
+        )
+
+
+@dataclass(eq=False)
+class StaleGraph(Error, RuntimeError):
+    """A backward pass needs parameter values that an update has replaced since the forward pass."""
+
+    unit: str
+
+    def __str__(self) -> str:
+        return (
+            f"the parameters of unit {self.unit!r} were updated after this graph was built; "
+            f"its backward pass would use the wrong values. Run the forward pass again."
+        )
+
+
+@dataclass(eq=False)
+class Mismatch(Error, RuntimeError):
+    """Ranks do not agree on the model, its configuration or the library; raised on every rank."""
+
+    difference: str
+
+    def __str__(self) -> str:
+        return f"ranks differ: {self.difference}"
+
+
+@dataclass(eq=False)
+class PeerFailed(Error, RuntimeError):
+    """Another rank failed or left; raised on every rank that is still alive."""
+
+    rank: int
+    cause: str
+    waiting_for: str
+
+    def __str__(self) -> str:
+        where = f" (this rank was at {self.waiting_for})" if self.waiting_for else ""
+        return f"rank {self.rank} failed: {self.cause}{where}"
+
+
+@dataclass(eq=False)
+class DeadlineExceeded(Error, TimeoutError):
+    """A wait took longer than its deadline."""
+
+    waiting_for: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"no answer for {self.waiting_for} within {self.seconds:.0f} s: another rank did not take part. "
+            f"Every rank must run the same forward, backward, step and state_dict calls."
+        )
+
+
+@dataclass(eq=False)
+class DoesNotFit(Error, MemoryError):
+    """The model needs more bytes than the budget allows; raised before anything is allocated."""
+
+    tier: str
+    needed_bytes: int
+    budget_bytes: int
+    fix: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tier} memory: {self.needed_bytes / 2**20:.1f} MiB needed, {self.budget_bytes / 2**20:.1f} MiB allowed. {self.fix}"
+        )
+
+
+@dataclass(eq=False)
+class Poisoned(Error, RuntimeError):
+    """An update failed half-way: some parameters are new and some are old, so nothing may use them."""
+
+    cause: str
+
+    def __str__(self) -> str:
+        return f"the model is half-updated after a failure ({self.cause}); load a checkpoint or a state_dict to go on"

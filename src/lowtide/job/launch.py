@@ -1,0 +1,155 @@
+"""Start the ranks of a job on this host and see them through to one end.
+
+The ranks meet through a file in a private folder and then talk over the loopback interface only: no port is open to the
+network, and there is no rendezvous server. The first rank that fails ends all of them, and its cause is shown once.
+Ranks stand in sessions of their own, so Ctrl-C reaches this process alone, which passes it on: once asks the ranks to
+stop where they choose, twice ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lowtide.job.failure import FOLDER_VARIABLE, INTERRUPTED, PARENT_VARIABLE, Failure, first_cause, read_reports
+
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 1.5
+"""What the other ranks get to end by themselves after one has failed; then they are killed."""
+_LOG_TAIL_BYTES = 2000
+
+
+def start_ranks(command: Sequence[str], ranks: int) -> Failure | None:
+    """Run ``command`` as ``ranks`` processes and wait for all; returns the cause if they did not all succeed.
+
+    Rank 0 shares this process' output; what the others write is kept until the end, and its tail shown if they die.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lowtide-ranks-"))  # mode 0700
+    running = _Running()
+    try:
+        with _signals_to(running.on_signal):
+            for rank in range(ranks):
+                running.processes.append(_start(command, rank, ranks, folder))
+            return first_cause(_watch(folder, running))
+    finally:
+        _kill(running.processes)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def started_by_launch() -> bool:
+    """Whether this process is a rank that :func:`start_ranks` started."""
+    return FOLDER_VARIABLE in os.environ
+
+
+@dataclass(slots=True)
+class _Running:
+    """The ranks, and what signals asked of them. Signals are noted by the handler and read by the watching loop."""
+
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
+    signals: list[int] = field(default_factory=list[int])
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number if len(self.signals) == 1 else signal.SIGKILL)
+
+
+def _start(command: Sequence[str], rank: int, ranks: int, folder: Path) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        FOLDER_VARIABLE: str(folder),
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+    if rank == 0:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    with open(folder / f"rank-{rank}.log", "wb") as log:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def _watch(folder: Path, running: _Running) -> list[Failure]:
+    """Wait until all ranks are gone, or until one has failed and the others had their time to notice."""
+    deaths: dict[int, Failure] = {}
+    deadline: float | None = None
+    while any(process.poll() is None for process in running.processes):
+        _note_deaths(folder, running, deaths)
+        if deadline is None and (deaths or read_reports(folder)):
+            deadline = time.monotonic() + _GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    _note_deaths(folder, running, deaths)
+    return [*deaths.values(), *read_reports(folder)]
+
+
+def _note_deaths(folder: Path, running: _Running, deaths: dict[int, Failure]) -> None:
+    """Add the ranks that are gone with a bad exit code and without a report."""
+    codes = [process.poll() for process in running.processes]
+    # Read after the exit codes: a rank writes its report before it ends.
+    reported = {failure.rank for failure in read_reports(folder)}
+    for rank, code in enumerate(codes):
+        if code is None or code == 0 or rank in reported or rank in deaths:
+            continue
+        interrupted = code == INTERRUPTED or bool(running.signals)
+        deaths[rank] = Failure(
+            rank=rank,
+            kind="interrupted" if interrupted else "died",
+            message="interrupted" if interrupted else _how_it_died(rank, code),
+            traceback=_log_tail(folder / f"rank-{rank}.log"),
+            time=time.time(),
+            secondary=False,
+        )
+
+
+def _how_it_died(rank: int, code: int) -> str:
+    if code >= 0:
+        return f"rank {rank} ended with exit code {code} and left no report"
+    name = signal.Signals(-code).name
+    reason = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
+    return f"rank {rank} was ended by {name}{reason}"
+
+
+def _log_tail(path: Path) -> str:
+    if not path.exists():
+        return ""
+    return path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace")
+
+
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+
+
+@contextmanager
+def _signals_to(handler: Callable[[int, FrameType | None], Any]) -> Generator[None, None, None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets the main thread alone handle signals
+        return
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,104 @@
+"""Building the model of a job, and the one way in which the loop asks any model for its loss.
+
+A function named by ``--model package.module:function`` takes no arguments and returns an ``nn.Module`` that either
+
+* has ``forward(tokens, targets)``: int64 tensors of ``batch × context``, targets already shifted by one; or
+* has ``forward(..., input_ids=, labels=)`` as in Hugging Face's causal language models, which shift the labels themselves;
+
+and that returns the mean loss as a 0-dim tensor, or something with a ``loss`` (an attribute or a key).
+How many tokens it knows and how many it looks at is read from ``model.vocab_size`` and ``model.context``, or from
+``model.config.vocab_size`` and ``model.config.max_position_embeddings``; otherwise it is what the presets have.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from lowtide.errors import ArgumentError
+from lowtide.job.batches import Batch
+from lowtide.job.gpt import GPT
+from lowtide.job.options import Options
+from lowtide.job.presets import CONTEXT, PRESETS, TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A model, and what the loop must know about it. ``context`` is at most what the presets use."""
+
+    model: nn.Module
+    vocabulary: int
+    context: int
+    loss: Callable[[Batch], Tensor]
+
+
+def build_model(options: Options) -> Built:
+    """The model of a job, with the numbers that torch's global generator gives it."""
+    model = _call_factory(options.model) if options.model is not None else GPT(PRESETS[options.model_name])
+    config = getattr(model, "config", None)
+    return Built(
+        model=model,
+        vocabulary=_whole_number(model, config, ("vocab_size",), TOKENS),
+        context=min(CONTEXT, _whole_number(model, config, ("context", "max_position_embeddings", "n_positions"), CONTEXT)),
+        loss=_loss_of(model),
+    )
+
+
+def _call_factory(name: str) -> nn.Module:
+    module_name, _, function_name = name.partition(":")
+    # As `python -m` does: a module that lies in the folder where the command was started can be named.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ArgumentError(f"--model is {name!r}: cannot import {module_name!r} ({error}).") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ArgumentError(f"--model is {name!r}: {module_name!r} has no function {function_name!r}.")
+    model = function()
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"--model is {name!r}: {function_name}() returned {type(model).__name__}, not an nn.Module.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ArgumentError(f"--model is {name!r}: the model has no parameter that can be trained.")
+    return model
+
+
+def _whole_number(model: nn.Module, config: object, names: tuple[str, ...], default: int) -> int:
+    for owner in (model, config):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return default
+
+
+def _loss_of(model: nn.Module) -> Callable[[Batch], Tensor]:
+    takes = inspect.signature(model.forward).parameters
+    shifts_itself = "input_ids" in takes and "labels" in takes
+
+    def loss(batch: Batch) -> Tensor:
+        tokens, targets = batch
+        result = model(input_ids=tokens, labels=tokens) if shifts_itself else model(tokens, targets)
+        return _find_loss(result)
+
+    return loss
+
+
+def _find_loss(result: Any) -> Tensor:
+    if isinstance(result, Mapping):
+        result = cast(Mapping[str, Any], result).get("loss", result)
+    result = getattr(result, "loss", result)
+    if not isinstance(result, Tensor) or result.dim() != 0:
+        raise ArgumentError(
+            f"the model returned {type(result).__name__}; --model needs forward(tokens, targets) -> mean loss (0-dim tensor), "
+            f"or a result with .loss."
+        )
+    return result

@@ -1,0 +1,109 @@
+"""What a training job was asked to do: frozen, checked, and able to travel to a rank as JSON. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import ArgumentError
+from lowtide.job.presets import PRESETS
+
+_FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+MAX_RANKS = 256
+"""More ranks on one host than this are a typing error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One training job. ``preset`` and ``model`` exclude each other; ``threads=None`` divides the cores between the ranks."""
+
+    preset: str | None = None
+    model: str | None = None
+    data: str | None = None
+    synthetic: bool = False
+    steps: int = 200
+    batch: int = 2
+    lr: float = 1e-3
+    stage: int | str = "auto"
+    ranks: int = 1
+    threads: int | None = None
+    seed: int = 0
+    run: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.preset is not None and self.model is not None:
+            raise ArgumentError("--preset and --model are both given; a job trains one model, choose one of them.")
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ArgumentError(f"--preset is {self.preset!r}; {_allowed(self.preset, PRESETS)}")
+        if self.model is not None and not _FACTORY.match(self.model):
+            raise ArgumentError(f"--model is {self.model!r}; write package.module:function, the function returns the model.")
+        if self.synthetic and self.data is not None:
+            raise ArgumentError("--synthetic and --data are both given; random tokens need no text, choose one of them.")
+        if self.data is not None and not os.path.exists(self.data):
+            raise ArgumentError(f"--data is {self.data!r}, which does not exist; give a text file or a folder of text files.")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        _at_least("--steps", self.steps, 1)
+        _at_least("--batch", self.batch, 1)
+        _at_least("--ranks", self.ranks, 1)
+        _at_least("--threads", self.threads, 1)
+        _at_least("--seed", self.seed, 0)
+        if self.ranks > MAX_RANKS:
+            raise ArgumentError(f"--ranks is {self.ranks}; at most {MAX_RANKS} ranks are started on one host.")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ArgumentError(f"--lr is {self.lr}; give a learning rate > 0, such as 1e-3.")
+        if self.stage not in ("auto", 0, 1, 2, 3):
+            raise ArgumentError(
+                f"--stage is {self.stage!r}; "
+                f"allowed: 0 (nothing sharded), 1 (optimizer), 2 (+ gradients), 3 (+ parameters) or auto."
+            )
+
+    @property
+    def model_name(self) -> str:
+        """What the job trains, in one word."""
+        return self.model or self.preset or next(iter(PRESETS))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Options:
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**fields)
+
+
+def parse_stage_word(word: str) -> int | str:
+    """``"3"`` → ``3``; any other word is left for :class:`Options` to check."""
+    return int(word) if word.isdecimal() else word
+
+
+def check_run_folder(run: str) -> None:
+    """A run folder belongs to one run: refuse one that already holds another's files."""
+    if Path(run, "config.json").exists():
+        raise ArgumentError(f"--run is {run!r}, which already holds a run; choose a new folder or remove this one.")
+    if os.path.exists(run) and not os.path.isdir(run):
+        raise ArgumentError(f"--run is {run!r}, which is not a folder; choose another name.")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ArgumentError(f"{name} is {value}; give a whole number >= {least}.")
+
+
+def _allowed(value: str, words: dict[str, Any]) -> str:
+    near = difflib.get_close_matches(value, words, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"allowed: {', '.join(words)}.{hint}"

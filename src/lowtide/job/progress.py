@@ -1,0 +1,121 @@
+"""What a person sees while a job runs: a bar on a terminal, a few lines in a log, nothing beside ``--json``."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lowtide.job.placement import mebibytes
+from lowtide.job.records import StepRecord, ValidationRecord
+
+_LOG_LINES = 10
+"""About how many lines of steps a log gets."""
+
+
+class Reporter(Protocol):
+    """Told by rank 0 what happens."""
+
+    def tell(self, message: str) -> None: ...
+
+    def start(self, steps: int) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def validation(self, record: ValidationRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Silent:
+    """For ``--json``, and for all ranks but the first."""
+
+    def tell(self, message: str) -> None: ...
+
+    def start(self, steps: int) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def validation(self, record: ValidationRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Lines:
+    """For a log: a line for about every tenth of the job."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._steps = 1
+        self._started = 0.0
+
+    def tell(self, message: str) -> None:
+        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def start(self, steps: int) -> None:
+        self._steps = steps
+        self._started = time.perf_counter()
+
+    def step(self, record: StepRecord) -> None:
+        if record.step != 1 and record.step % max(1, self._steps // _LOG_LINES) and record.step != self._steps:
+            return
+        spent = time.perf_counter() - self._started
+        left = spent / record.step * (self._steps - record.step)
+        self.tell(
+            f"step {record.step:>4}/{self._steps}   loss {record.loss:7.4f}   {record.tokens_per_second:7,.0f} tokens/s   "
+            f"peak {mebibytes(record.peak_bytes)}   {left:4.0f} s left"
+        )
+
+    def validation(self, record: ValidationRecord) -> None:
+        self.tell(f"step {record.step:>4}/{self._steps}   validation loss {record.validation_loss:.4f}")
+
+    def close(self) -> None: ...
+
+
+class Bar:
+    """For a terminal: a line that is drawn again and again, and the validation losses above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss [bold]{task.fields[loss]}"),
+            TextColumn("{task.fields[speed]}"),
+            TextColumn("{task.fields[memory]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("", loss="-", speed="", memory="", start=False)
+        self._steps = 0
+
+    def tell(self, message: str) -> None:
+        self._progress.console.print(message, highlight=False, markup=False)
+
+    def start(self, steps: int) -> None:
+        self._steps = steps
+        self._progress.update(self._task, total=steps)
+        self._progress.start_task(self._task)
+        self._progress.start()
+
+    def step(self, record: StepRecord) -> None:
+        self._progress.update(
+            self._task,
+            completed=record.step,
+            loss=f"{record.loss:.4f}",
+            speed=f"{record.tokens_per_second:,.0f} tokens/s",
+            memory=mebibytes(record.peak_bytes),
+        )
+
+    def validation(self, record: ValidationRecord) -> None:
+        self.tell(f"step {record.step:>4}/{self._steps}   validation loss {record.validation_loss:.4f}")
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def reporter_for(console: Console) -> Reporter:
+    """A bar if somebody watches, lines otherwise."""
+    return Bar(console) if console.is_terminal else Lines(console)

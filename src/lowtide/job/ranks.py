@@ -1,0 +1,139 @@
+"""What a rank knows about its job: who it is, how it joins the others, and how small facts pass between ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from lowtide.job.failure import FOLDER_VARIABLE, PARENT_VARIABLE, describe, leave_report
+
+_PR_SET_PDEATHSIG = 1
+
+
+# torch's own annotations are incomplete here.
+dist: Any = torch.distributed
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """This process among the ranks of a job. ``local_rank`` counts the ranks of this host."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+
+
+@contextmanager
+def joined() -> Generator[Member, None, None]:
+    """Join the process group of the job: ranks started by ``launch`` through a file, ranks of torchrun as it says, or alone."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is not None:
+        with _reported(Path(folder)):
+            yield from _join_through_file(Path(folder))
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+        member = _member_from_environment()
+        yield member
+        _leave(member)
+    else:
+        yield Member(0, 1, 0, 1)
+
+
+def gather_json(value: Any, member: Member) -> list[Any]:
+    """The small JSON values of all ranks, in rank order, on every rank. Collective."""
+    if member.ranks == 1:
+        return [value]
+    mine = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(member.ranks)]
+    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(member.ranks)]
+    dist.all_gather(rows, padded)
+    return [json.loads(_to_bytes(row[: int(size)])) for row, size in zip(rows, sizes, strict=True)]
+
+
+def any_rank(member: Member, *, flag: bool) -> bool:
+    """Whether ``flag`` is set on any rank. Collective, so that all ranks act on it in the same step."""
+    if member.ranks == 1:
+        return flag
+    agreed = torch.tensor([int(flag)], dtype=torch.int32)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return bool(agreed.item())
+
+
+def mean_over_ranks(value: float, member: Member) -> float:
+    """The mean of one number per rank. Collective."""
+    if member.ranks == 1:
+        return value
+    total = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total.item()) / member.ranks
+
+
+def wait_for_all(member: Member) -> None:
+    """Return when every rank has come here. Collective."""
+    if member.ranks > 1:
+        dist.barrier()
+
+
+def _to_bytes(row: torch.Tensor) -> bytes:
+    numbers: Any = row.tolist()
+    return bytes(numbers)
+
+
+def _join_through_file(folder: Path) -> Generator[Member, None, None]:
+    _die_with_parent()
+    member = _member_from_environment()
+    store = dist.FileStore(str(folder / "store"), member.ranks)
+    dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.ranks)
+    yield member
+    _leave(member)
+
+
+@contextmanager
+def _reported(folder: Path) -> Generator[None, None, None]:
+    """Leave an exception in the folder, where the parent finds it and shows it once, and end this rank."""
+    rank = int(os.environ["RANK"])
+    try:
+        yield
+    except SystemExit:
+        raise
+    except BaseException as error:  # whatever ends a rank is reported
+        failure = describe(error, rank)
+        leave_report(failure, folder)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: threads of this process may be inside a collective that will never end.
+        os._exit(failure.exit_code)
+
+
+def _member_from_environment() -> Member:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return Member(rank, ranks, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+
+
+def _leave(member: Member) -> None:
+    wait_for_all(member)
+    dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this rank when the launcher is gone, however it went. On Linux; elsewhere a rank may outlive it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ[PARENT_VARIABLE]):
+            os._exit(1)

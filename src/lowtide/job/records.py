@@ -1,0 +1,77 @@
+"""What a job reports: one record per step, one result at the end. Times are in seconds, memory in bytes, losses in nats."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lowtide.job.options import Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One training step, as rank 0 saw it."""
+
+    step: int
+    loss: float
+    seconds: float
+    tokens_per_second: float
+    lr: float
+    grad_norm: float | None
+    skipped: bool
+    peak_bytes: int
+    """Of rank 0, since training started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationRecord:
+    """The mean loss on held-out text, over all ranks."""
+
+    step: int
+    validation_loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came out. ``seconds`` and ``losses`` have one entry per step; losses are rank 0's own, unrounded."""
+
+    params: int
+    stage: int
+    ranks: int
+    seconds: list[float]
+    losses: list[float]
+    validation: list[ValidationRecord]
+    peak_bytes: int
+    peak_bytes_per_rank: list[int]
+    skipped: int
+    interrupted: bool
+
+    def summary(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        keys = ("params", "stage", "ranks", "seconds", "losses", "peak_bytes", "peak_bytes_per_rank")
+        return {key: getattr(self, key) for key in keys}
+
+
+class RunFolder:
+    """The files of one run: ``config.json``, ``plan.txt``, ``metrics.jsonl``. Written by rank 0 alone."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._metrics = open(path / "metrics.jsonl", "x", buffering=1)
+
+    def write_config(self, options: Options, facts: dict[str, Any]) -> None:
+        text = json.dumps({**json.loads(options.to_json()), **facts}, indent=2) + "\n"
+        (self.path / "config.json").write_text(text)
+
+    def write_plan(self, text: str) -> None:
+        (self.path / "plan.txt").write_text(text)
+
+    def add(self, record: StepRecord | ValidationRecord) -> None:
+        """Append one line; it is in the file when this returns, so a run that dies keeps its metrics."""
+        self._metrics.write(json.dumps(asdict(record)) + "\n")
+
+    def close(self) -> None:
+        self._metrics.close()

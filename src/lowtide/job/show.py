@@ -1,0 +1,52 @@
+"""How the result of a job is shown: a short summary for a person, one line of JSON for a program."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+
+from rich.console import Console
+
+from lowtide.job.options import Options
+from lowtide.job.placement import mebibytes
+from lowtide.job.records import Result
+
+
+def show_result(result: Result, options: Options, console: Console, *, output: str) -> None:
+    """``output`` is ``json`` for one line on standard output, anything else for a summary."""
+    if output == "json":
+        sys.stdout.write(json.dumps(result.summary()) + "\n")
+        sys.stdout.flush()
+        return
+    for line in summary_lines(result, options):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def summary_lines(result: Result, options: Options) -> list[str]:
+    """The result in a few lines."""
+    steps = len(result.losses)
+    ended = "stopped by request after" if result.interrupted else "done:"
+    ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}"
+    lines = [f"{ended} {steps} steps of {options.model_name} ({result.params:,} parameters), stage {result.stage}, {ranks}"]
+    lines += [f"loss       {result.losses[0]:.4f} -> {result.losses[-1]:.4f}{_validation(result)}"]
+    lines += [f"step       {typical_seconds(result.seconds):.3f} s (median)"]
+    each = ", ".join(mebibytes(peak) for peak in result.peak_bytes_per_rank)
+    lines += [
+        f"peak       {mebibytes(result.peak_bytes)}"
+        + (f" in all, pages shared by ranks once ({each})" if result.ranks > 1 else "")
+    ]
+    if result.skipped:
+        lines += [f"skipped    {result.skipped} steps, whose gradients were not finite"]
+    if options.run is not None:
+        lines += [f"files      {options.run}/ (config.json, plan.txt, metrics.jsonl)"]
+    return lines
+
+
+def typical_seconds(seconds: list[float]) -> float:
+    """The median step, without the first (which makes the optimizer's states) if there are others."""
+    return statistics.median(seconds[1:] or seconds)
+
+
+def _validation(result: Result) -> str:
+    return f"   held-out text {result.validation[-1].validation_loss:.4f}" if result.validation else ""

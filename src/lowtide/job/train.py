@@ -1,0 +1,124 @@
+"""``lowtide train`` as one rank sees it, in named phases: build, open the data, shard, train, measure."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowtide
+from lowtide.config import parse_stage
+from lowtide.job.batches import Batches, SyntheticBatches, TextBatches
+from lowtide.job.corpus import default_cache_folder, open_corpus, prepare_corpus
+from lowtide.job.interrupt import stop_on_signals
+from lowtide.job.loop import History, Loop, Recipe
+from lowtide.job.memory import RankMemory, SharedPages, job_peak, measure_rank, reset_peak
+from lowtide.job.models import Built, build_model
+from lowtide.job.options import Options, cores
+from lowtide.job.placement import place, place_text
+from lowtide.job.progress import Reporter
+from lowtide.job.ranks import Member, gather_json, wait_for_all
+from lowtide.job.records import Result, RunFolder
+from lowtide.stages import Stage
+
+
+def train(options: Options, member: Member, reporter: Reporter) -> Result:
+    """Run the job. Every rank calls this; every rank gets the same result but for its own losses and seconds."""
+    torch.set_num_threads(options.threads or max(1, cores() // member.local_ranks))
+    torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
+    built = build_model(options)
+    stage = parse_stage(options.stage, member.ranks)
+    params = sum(parameter.numel() for parameter in built.model.parameters())
+    batches, data_facts = _open_batches(options, built, member, reporter)
+    facts: dict[str, Any] = {"params": params, "stage": stage.number, "ranks": member.ranks, **data_facts}
+    with _run_folder(options, member, facts, _plan_text(options, built, stage, member)) as folder:
+        optimizer = torch.optim.AdamW(built.model.parameters(), lr=options.lr, fused=True)
+        model, optimizer = lowtide.shard(built.model, optimizer, stage=stage.number)
+        torch.manual_seed(options.seed + member.rank)  # pyright: ignore[reportUnknownMemberType]
+        with stop_on_signals(reporter.tell) as stop:
+            loop = Loop(
+                model=model,
+                optimizer=optimizer,
+                loss=built.loss,
+                batches=batches,
+                steps=options.steps,
+                recipe=Recipe.for_synthetic() if options.synthetic else Recipe.for_text(options.steps),
+                member=member,
+                reporter=reporter,
+                folder=folder,
+                stop=stop,
+            )
+            reset_peak()
+            reporter.start(options.steps)
+            try:
+                history = loop.run()
+            finally:
+                reporter.close()
+        return _result(history, params, stage, member)
+
+
+def _open_batches(options: Options, built: Built, member: Member, reporter: Reporter) -> tuple[Batches, dict[str, Any]]:
+    if options.synthetic:
+        return SyntheticBatches(vocabulary=built.vocabulary, batch=options.batch, context=built.context), {
+            "context": built.context
+        }
+
+    def prepare() -> Path:
+        return prepare_corpus(options.data, vocabulary=built.vocabulary, cache=default_cache_folder(), tell=reporter.tell)
+
+    # One rank per host makes the file while the others wait; then they find it there.
+    path = prepare() if member.local_rank == 0 else None
+    wait_for_all(member)
+    path = path or prepare()
+    corpus = open_corpus(path, least_tokens=built.context + 1)
+    batches = TextBatches.seeded(
+        corpus, batch=options.batch, context=built.context, rank=member.rank, ranks=member.ranks, seed=options.seed
+    )
+    return batches, {"context": built.context, "tokens_file": str(path), **asdict(corpus.header)}
+
+
+def _plan_text(options: Options, built: Built, stage: Stage, member: Member) -> str:
+    parameters = sum(parameter.numel() for parameter in built.model.parameters())
+    trainable = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
+    kinds = place(parameters=parameters, trainable=trainable, stage=stage, ranks=member.ranks)
+    return place_text(kinds, name=options.model_name, stage=stage, ranks=member.ranks)
+
+
+@contextmanager
+def _run_folder(options: Options, member: Member, facts: dict[str, Any], plan: str) -> Generator[RunFolder | None, None, None]:
+    """The run's folder on rank 0; nothing on the others, or if the job keeps none."""
+    if options.run is None or member.rank != 0:
+        yield None
+        return
+    folder = RunFolder(Path(options.run))
+    try:
+        folder.write_config(options, facts)
+        folder.write_plan(plan)
+        yield folder
+    finally:
+        folder.close()
+
+
+def _result(history: History, params: int, stage: Stage, member: Member) -> Result:
+    memory = [_memory_from_json(entry) for entry in gather_json(asdict(measure_rank()), member)]
+    return Result(
+        params=params,
+        stage=stage.number,
+        ranks=member.ranks,
+        seconds=history.seconds,
+        losses=history.losses,
+        validation=history.validation,
+        peak_bytes=job_peak(memory),
+        peak_bytes_per_rank=[rank.peak_bytes for rank in memory],
+        skipped=history.skipped,
+        interrupted=history.interrupted,
+    )
+
+
+def _memory_from_json(entry: dict[str, Any]) -> RankMemory:
+    shareable = tuple(SharedPages(**pages) for pages in entry["shareable"])
+    return RankMemory(entry["host"], entry["peak_bytes"], shareable)

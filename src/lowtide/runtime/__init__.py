@@ -1,0 +1,1 @@
+"""One training step, in reading order: hooks, engine, residency, saved, grads, norm, update."""

@@ -1,0 +1,377 @@
+"""The mutable root: one verb per moment of a step. It decides nothing that a plan, a stage or a policy can say."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from lowtide import errors
+from lowtide.comm.channel import Label, Wire
+from lowtide.comm.group import Group
+from lowtide.config import Config
+from lowtide.runtime import evicted, norm
+from lowtide.runtime.buffers import Buffers
+from lowtide.runtime.grads import GradRecord, Grads
+from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.outputs import map_tensors
+from lowtide.runtime.prefetch import Successors
+from lowtide.runtime.residency import Residency
+from lowtide.runtime.saved import SavedViews
+from lowtide.runtime.scale import LossScale
+from lowtide.runtime.sharded_grad import ShardedGrad
+from lowtide.runtime.trace import Trace
+from lowtide.runtime.unit import Unit, named
+from lowtide.runtime.update import Update
+from lowtide.spec.units import UnitSpec
+from lowtide.tiers.arena import Arena
+
+_log = logging.getLogger("lowtide")
+
+Touch = Callable[[nn.Parameter, Callable[..., Any], Any, Any], Any]
+"""What an evicted parameter answers when it is used, while a state_dict is written or read."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks agreed on before an update: the key of the first parameter with a non-finite gradient, if any."""
+
+    bad_key: int | None
+
+
+class Engine:
+    """Everything that belongs to one sharded model."""
+
+    def __init__(self, model: nn.Module, specs: Sequence[UnitSpec], config: Config, group: Group) -> None:
+        self.model, self.config, self.group = model, config, group
+        device = specs[0].params[0].device if specs else torch.device("cpu")
+        self.units = [Unit(i, spec, config, group.shard.size) for i, spec in enumerate(specs)]
+        self.unit_of = {p: u for u in self.units for p in u.params}
+        self.name_of = named(self.units)
+        self.ledger, self.trace, self.arena = Ledger(), Trace(), Arena(device)
+        self._gathers, self._reduces = group.channel("gather"), group.channel("reduce")
+        keep = {"group": group, "ledger": self.ledger, "trace": self.trace}
+        self.residency = Residency(self.units, channel=self._gathers, arena=self.arena, keep=1, **keep)
+        self.grads = Grads(self.units, stage=config.stage, channel=self._reduces, owner=self, **keep)
+        self.buffers = Buffers(model, group, self._gathers)
+        self.scale = LossScale(config.precision.scale)
+        self.update = Update(config=config, group=group, residency=self.residency, grads=self.grads, ledger=self.ledger)
+        self.skipped_steps = 0
+        self.last_norm: float | None = None
+        self._saved = SavedViews(self.residency, self._needed_in_backward)
+        self._forward_order, self._backward_order = Successors(), Successors()
+        self._depth = 0  # of forward passes under way: root or unit
+        self._task: int | None = None  # autograd's number of the outermost backward under way
+        self._demanded: set[Unit] = set()  # pinned outside their modules, until the pass ends
+        self._poison: str | None = None
+        self._norm_cache: dict[float, dict[int, float]] = {}
+        self._touch: Touch | None = None
+
+    def start(self) -> None:
+        """Take over the parameters, and make rank 0's values everybody's."""
+        evicted.register(self.unit_of, self)
+        for unit in self.units:
+            self.update.take_over(unit, self.residency.take_over(unit, resident=not self.config.stage.parameters))
+        if self.group.size > 1:
+            self.buffers.send()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients pass through us at all: on one rank, whole and in one dtype, they are autograd's own."""
+        mixed = any(d.gradient is not d.param for u in self.units for d in u.dtypes)
+        return self.group.size > 1 or self.config.stage.gradients or mixed or self.scale.used
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def enter_model(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The model's forward begins."""
+        self.check()
+        if torch._C._current_graph_task_id() == -1 and self._depth == 0:
+            self._reset_after_failure()
+            self._forward_order.restart()
+            self.buffers.before_forward()
+            for unit in self.units:
+                self._refuse_replaced(unit)
+        self._depth += 1
+        dtype = self.units[0].dtypes[0].param if self.config.precision.param and self.units else None
+        if dtype is None:
+            return args, kwargs
+        cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
+        return map_tensors(args, cast), map_tensors(kwargs, cast)
+
+    def leave_model(self, output: Any) -> Any:
+        """The model's forward is over, with a result or an exception."""
+        self._depth -= 1
+        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+            self.buffers.after_forward(sync=self.grads.sync)
+            self._release_demanded()
+        if not torch.is_grad_enabled():
+            return output
+        return self.scale.on_output(output)
+
+    def open_saved(self) -> saved_tensors_hooks | None:
+        """Saved-tensor hooks around a forward, where parameters come and go."""
+        return self._saved.open() if self.config.stage.parameters else None
+
+    def close_saved(self, context: saved_tensors_hooks | None) -> None:
+        self._saved.close(context)
+
+    def before_forward(self, units: Sequence[Unit]) -> None:
+        """A module that needs ``units`` begins."""
+        self.check()
+        self._depth += 1
+        pinned: list[Unit] = []
+        try:
+            for unit in units:
+                self.residency.pin(unit)
+                pinned.append(unit)
+        except BaseException:
+            self._depth -= 1
+            for unit in pinned:
+                self.residency.unpin(unit)
+            raise
+        in_backward = torch._C._current_graph_task_id() != -1
+        order = self._backward_order if in_backward else self._forward_order
+        for unit in units:
+            if order.observe(unit):
+                for following in order.after(unit, self.config.comm.prefetch):
+                    self.residency.prefetch(following)
+
+    def after_forward(self, units: Sequence[Unit]) -> None:
+        """That module is done."""
+        self._depth -= 1
+        for unit in units:
+            self.residency.unpin(unit)
+        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+            self._release_demanded()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _in_backward(self) -> bool:
+        """Whether a backward pass is under way here; its end is awaited from the first time this is asked."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return False
+        if self._task is None:
+            self._task = task
+            self._backward_order.restart()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
+        return True
+
+    def _needed_in_backward(self, unit: Unit) -> None:
+        """Autograd unpacks a view of ``unit``'s parameters."""
+        self.check()
+        self._in_backward()
+        if self._backward_order.observe(unit):
+            count = self.config.comm.prefetch
+            ahead = self._backward_order.after(unit, count) or self._forward_order.before(unit, count)
+            self.residency.whole(unit)
+            for following in ahead:
+                self.residency.prefetch(following)
+
+    def grad_arriving(self, record: GradRecord, grad: Tensor) -> None:
+        """Autograd is about to accumulate a parameter's gradient."""
+        self.check()
+        self._in_backward()
+        self.grads.arriving(record, grad)
+
+    def grad_arrived(self, record: GradRecord) -> None:
+        """Autograd has accumulated it."""
+        self.trace("gradient", self.name_of[record.param])
+        self.grads.scale = self.scale.value
+        unit = self.grads.arrived(record)
+        if unit is None:
+            return
+        if unit in self._demanded:
+            self._demanded.remove(unit)
+            self.residency.unpin(unit)
+        if all(p.requires_grad for p in unit.params):
+            self.residency.forget([unit])
+
+    def _end_backward(self) -> None:
+        self._task = None
+        self.grads.scale = self.scale.value
+        self.grads.finish()
+        self._release_demanded()
+        self.residency.forget()
+        self.trace("end of backward", "")
+
+    def _reset_after_failure(self) -> None:
+        """A backward pass that raised never reached its end."""
+        if self._task is not None:
+            self._task = None
+            self.grads.abandon()
+            self._release_demanded()
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Update all parameters, or, if a gradient is not finite, none. Returns whether the step was taken."""
+        self.check()
+        self._reset_after_failure()
+        verdict = self._verdict()
+        self.scale.after_step(skipped=verdict.bad_key is not None)
+        if verdict.bad_key is not None:
+            self._skip(verdict.bad_key)
+            return False
+        self.residency.forget()
+        try:
+            self.update.run(optimizer)
+            self._publish()
+        except BaseException as error:
+            self._poison = f"{type(error).__name__}: {error}"
+            raise
+        self.trace("update", "")
+        return True
+
+    def _verdict(self) -> Verdict:
+        """Whether every gradient on every rank is finite."""
+        mine = next((p.key for p in self.update.grad_pieces() if not _all_finite(p.values)), -1)
+        notes = self._reduces.run(Label("verdict", -1, "finite gradients"), lambda _, notes: notes, struct.pack("<q", mine))
+        bad = [key for (key,) in (struct.unpack("<q", n) for n in notes) if key >= 0]
+        return Verdict(min(bad) if bad else None)
+
+    def _skip(self, key: int) -> None:
+        self.skipped_steps += 1
+        record = next(r for r in self.grads.by_param.values() if r.key == key)
+        if self.group.rank == 0:
+            _log.warning("step skipped: the gradient of %r is not finite (%d skipped so far)", self.name_of[record.param], self.skipped_steps)
+
+    def _publish(self) -> None:
+        """Parameters have new values: everybody's whole copies follow, graphs on the old ones are stale."""
+        tickets = [self.residency.publish(u) for u in self.units] if self.config.stage.optimizer else []
+        for ticket in tickets:
+            if ticket is not None:
+                ticket.wait()
+        for unit in self.units:
+            unit.version += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version(list(self.unit_of))
+
+    def parameters_written(self, units: Iterable[Unit]) -> None:
+        """Parameter values came from outside (load_state_dict, gathered(write=True))."""
+        self.update.refresh_masters()
+        for unit in units:
+            unit.version += 1
+
+    # -- norms, for clipping ------------------------------------------------------------------------------------------
+
+    def norms(self, order: float) -> dict[int, float]:
+        """The norm of every gradient by key, over all ranks."""
+        return norm.norms(self.update.grad_pieces(), order, self._combine)
+
+    def _combine(self, mine: Tensor) -> list[Tensor]:
+        """Everybody's fp64 vector; they may differ in length, so the lengths go first."""
+
+        def work(wire: Wire, notes: list[bytes]) -> list[Tensor]:
+            lengths = [struct.unpack("<q", n)[0] for n in notes]
+            if self.group.replicate.size > 1:  # copies hold the same pieces: one copy speaks for all
+                first = self.group.replicate.rank * self.group.shard.size
+                lengths = lengths[first : first + self.group.shard.size]
+            cuts = [8 * sum(lengths[:k]) for k in range(len(lengths) + 1)]
+            whole = torch.empty(cuts[-1], dtype=torch.uint8)
+            here = self.group.shard.rank
+            whole[cuts[here] : cuts[here + 1]].copy_(mine.view(torch.uint8))
+            wire.shard.gather(whole, cuts)
+            return [whole[a:b].view(torch.float64) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+        return self._reduces.run(Label("norm", -1, "norms of gradients"), work, struct.pack("<q", mine.numel()))
+
+    def norm_of(self, grad: ShardedGrad, order: float) -> float:
+        if order not in self._norm_cache:  # torch asks for one norm at a time; one exchange answers for all
+            self._norm_cache[order] = self.norms(order)
+        return self._norm_cache[order].get(grad.key, 0.0)
+
+    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001
+        notes = self._reduces.run(Label("flag", -1, "a flag"), lambda _, notes: notes, bytes([flag]))
+        return any(n[0] for n in notes)
+
+    def grads_changed(self) -> None:
+        self._norm_cache.clear()
+
+    def whole_of(self, grad: ShardedGrad) -> Tensor:
+        """A sharded gradient, whole."""
+        record = next(r for r in self.grads.by_param.values() if r.key == grad.key)
+        param = record.unit.layout.params[record.index]
+        if not self.config.stage.gradients:
+            return grad.piece.as_strided(param.shape, param.stride).clone()
+        return self.gather_flat(record, grad.piece, "gradient").as_strided(param.shape, param.stride)
+
+    def gather_flat(self, record: GradRecord, piece: Tensor, what: str) -> Tensor:
+        """Everybody's pieces of one tensor that is cut like parameter ``record``, as one flat tensor."""
+        layout, index = record.unit.layout, record.index
+        width = piece.element_size()
+        cuts = [0, *(layout.piece(index, r)[1] * width for r in range(layout.ranks))]
+        for r in range(1, len(cuts)):
+            cuts[r] = max(cuts[r], cuts[r - 1])
+        whole = torch.empty(layout.params[index].numel, dtype=piece.dtype, device=piece.device)
+        here = self.group.shard.rank
+        whole.view(torch.uint8)[cuts[here] : cuts[here + 1]].copy_(piece.contiguous().view(torch.uint8))
+        label = Label("gather", record.unit.index, f"{what} of {record.unit.names[index]}")
+        self._gathers.run(label, lambda wire, _: wire.shard.gather(whole.view(torch.uint8), cuts))
+        return whole
+
+    # -- evicted parameters -------------------------------------------------------------------------------------------
+
+    def touch(self, param: nn.Parameter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """An evicted parameter is used. Inside a pass its unit comes on demand; elsewhere that is a mistake."""
+        if self._touch is not None:
+            return self._touch(param, function, args, kwargs)
+        unit = self.unit_of[param]
+        if self._depth == 0 and not self._in_backward():
+            raise errors.Evicted(self.name_of[param], unit.name, getattr(function, "__name__", str(function)))
+        self.check()
+        if unit not in self._demanded:
+            self.trace("demand", unit.name)
+            self.residency.pin(unit)
+            self._demanded.add(unit)
+        return function(*args, **kwargs)
+
+    def stride_of(self, param: nn.Parameter) -> tuple[int, ...]:
+        unit = self.unit_of[param]
+        return unit.layout.params[unit.index_of[param]].stride
+
+    def describe(self, param: nn.Parameter) -> str:
+        return f"{self.name_of[param]!r} of unit {self.unit_of[param].name!r}"
+
+    def answer_touches(self, touch: Touch | None) -> None:
+        """Who answers uses of evicted parameters: ``None`` for the usual rule."""
+        self._touch = touch
+
+    def _release_demanded(self) -> None:
+        for unit in self._demanded:
+            self.residency.unpin(unit)
+        self._demanded.clear()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if the model may not be used any more."""
+        if self._poison is not None:
+            raise errors.Poisoned(self._poison)
+        self.group.watch.raise_if_failed("the next call")
+
+    def heal(self) -> None:
+        """All parameters have been loaded anew."""
+        self._poison = None
+
+    def _refuse_replaced(self, unit: Unit) -> None:
+        name = self.residency.check_identity(unit)
+        if name is not None:
+            raise errors.Refused(
+                f"the memory of parameter {name!r} was replaced after lowtide.shard (by .to(), .half() or `param.data = ...`). "
+                f"Convert the model before sharding it; change values with `with lowtide.gathered(module, write=True):`."
+            )
+
+
+def _all_finite(values: Tensor) -> bool:
+    """A sum is one pass without a temporary; only if it is not finite is each element looked at."""
+    return not values.is_floating_point() or bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+

@@ -1,0 +1,303 @@
+"""Local gradients in, reduced gradients out.
+
+Autograd leaves a whole local gradient in ``param.grad``. When a unit's gradients are all there, they are multiplied by 1/W,
+exchanged, added along one fixed tree over rank numbers (whatever the stage or transport) and stored: this rank's piece where the stage
+shards gradients, else the whole. ``param.grad`` then shows the stored gradient. A further backward is reduced the same way
+and added to what is stored. [Note: param.grad is the truth]: a caller who sets it to None has dropped the stored gradient.
+
+Units are reduced in one order on all ranks, so that ranks whose graphs differ still meet: what a rank does not reach is sent at the
+end of its backward, as "nothing here". A parameter with a gradient on no rank gets none; with one on some, the others count as zero.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.comm.channel import Channel, Label, Ticket, Wire
+from lowtide.comm.group import Group
+from lowtide.comm.reduce import tree_sum
+from lowtide.errors import Refused
+from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.sharded_grad import GradOwner, ShardedGrad
+from lowtide.runtime.trace import Trace
+from lowtide.runtime.unit import Unit, flat_view
+from lowtide.stages import Stage
+
+
+class GradRecord:
+    """The gradient of one parameter."""
+
+    __slots__ = ("hooked", "index", "key", "local", "param", "set_aside", "shown", "store", "unit")
+
+    def __init__(self, unit: Unit, index: int, key: int) -> None:
+        self.unit, self.index, self.key = unit, index, key
+        self.param: nn.Parameter = unit.params[index]
+        self.local: Tensor | None = None  # whole, this rank's own, waiting to be reduced
+        self.set_aside: Tensor | None = None  # what param.grad showed before autograd began to accumulate
+        self.store: Tensor | None = None  # reduced; 1-D; kept for the next step once allocated
+        self.shown: Tensor | None = None  # what param.grad shows when ``store`` is valid
+        self.hooked = False
+
+
+class _Scratch:
+    """Buffers of the reduce thread, grown to the largest unit and reused."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._ledger = ledger
+
+    def get(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < numel:
+            if buffer is not None:
+                self._ledger.remove("buffers in flight", buffer.nbytes)
+            buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype, device=device)
+            self._ledger.add("buffers in flight", buffer.nbytes)
+        return buffer[:numel]
+
+
+class Grads:
+    """Collects, reduces and stores gradients."""
+
+    def __init__(
+        self, units: Sequence[Unit], *, stage: Stage, group: Group, channel: Channel, owner: GradOwner, ledger: Ledger, trace: Trace
+    ) -> None:
+        self._stage, self._group, self._channel, self._owner, self._ledger, self._trace = stage, group, channel, owner, ledger, trace
+        self._scratch = _Scratch(ledger)
+        keys = iter(range(sum(len(u.params) for u in units)))
+        self.records: dict[Unit, list[GradRecord]] = {u: [GradRecord(u, i, next(keys)) for i in range(len(u.params))] for u in units}
+        self.by_param: dict[nn.Parameter, GradRecord] = {r.param: r for rs in self.records.values() for r in rs}
+        self.sync = True
+        self.scale = 1.0
+        self.active = False  # between the first gradient of a backward and its end
+        self._order = list(reversed(units))  # in which units are reduced; the same on every rank
+        self._seen: list[Unit] | None = []  # in which they became ready in the first backward, until it has been agreed
+        self._ready: set[Unit] = set()
+        self._tickets: dict[Unit, Ticket[list[bool]]] = {}
+
+    # -- from autograd ------------------------------------------------------------------------------------------------
+
+    def arriving(self, record: GradRecord, grad: Tensor) -> None:
+        """Autograd is about to accumulate: what is shown must not be added to, it holds other ranks' gradients too."""
+        if grad.layout is not torch.strided:
+            name = record.unit.names[record.index]
+            raise Refused(f"the gradient of {name!r} is sparse; build the embedding with sparse=False to train it sharded.")
+        self.active = True
+        if record.param.grad is None and record.local is None:
+            record.set_aside = None  # the caller has dropped it
+        if self._is_shown(record):
+            record.set_aside = record.param.grad
+            record.param.grad = None
+
+    def arrived(self, record: GradRecord) -> Unit | None:
+        """Autograd has accumulated. Returns the unit if this was the last gradient it waited for."""
+        if not self.sync:
+            return None
+        self._collect(record)
+        unit = record.unit
+        if any(r.local is None and r.param.requires_grad for r in self.records[unit]):
+            return None
+        if unit in self._ready or unit in self._tickets:
+            return None
+        self._ready.add(unit)
+        if self._seen is not None:
+            self._seen.append(unit)
+        while len(self._tickets) < len(self._order) and self._order[len(self._tickets)] in self._ready:
+            self._submit(self._order[len(self._tickets)])
+        return unit
+
+    def finish(self) -> None:
+        """The backward pass is over: reduce what is left, wait, and show the results."""
+        if not self.active:
+            return
+        self.active = False
+        if not self.sync:
+            self._restore()
+            return
+        for record in self.by_param.values():
+            self._collect(record)
+        for unit in self._order[len(self._tickets) :]:
+            self._submit(unit)
+        tickets, self._tickets = self._tickets, {}
+        self._ready.clear()
+        for unit, ticket in tickets.items():
+            for record, present in zip(self.records[unit], ticket.wait(), strict=True):
+                if present:
+                    record.param.grad = record.shown
+                    record.set_aside = None
+            self._trace("reduced", unit.name)
+        self._restore()
+        self._owner.grads_changed()
+        leftover = [r for r in self.by_param.values() if r.local is not None]
+        if leftover:  # a gradient that came after its unit had been sent: a second contribution of the same backward
+            self.active = True
+            self.finish()
+        elif self._seen is not None:
+            self._agree_on_order(self._seen)
+            self._seen = None
+
+    def abandon(self) -> None:
+        """A backward pass ended with an exception: forget what it left behind."""
+        for ticket in self._tickets.values():
+            ticket.wait()
+        self._tickets.clear()
+        self._ready.clear()
+        self.active = False
+        for record in self.by_param.values():
+            record.local = None
+        self._restore()
+
+    # -- reducing -----------------------------------------------------------------------------------------------------
+
+    def _is_shown(self, record: GradRecord) -> bool:
+        return record.shown is not None and record.param.grad is record.shown
+
+    def _collect(self, record: GradRecord) -> None:
+        """Move a local gradient from ``param.grad`` to where the next reduction takes it."""
+        grad = record.param.grad
+        if grad is None or grad is record.shown or isinstance(grad, ShardedGrad):
+            return
+        record.local = grad.detach() if record.local is None else record.local.add_(grad.detach())
+        record.param.grad = None
+
+    def _restore(self) -> None:
+        for record in self.by_param.values():
+            if record.set_aside is not None:
+                if record.param.grad is None:
+                    record.param.grad = record.set_aside
+                    record.set_aside = None
+                elif self.sync:
+                    record.set_aside = None
+
+    def _submit(self, unit: Unit) -> None:
+        records = self.records[unit]
+        present = [r.local is not None for r in records]
+        add = [r.set_aside is not None or self._is_shown(r) for r in records]
+        locals_: list[Tensor | None] = [r.local for r in records]
+        for record in records:
+            record.local = None
+        note = bytes(sum(b << i for i, b in enumerate(present[k : k + 8])) for k in range(0, len(present), 8))
+        self._trace("reduce", unit.name)
+        label = Label("reduce", unit.index, unit.name)
+        self._tickets[unit] = self._channel.submit(label, self._reduction(unit, locals_, add), note)
+
+    def _reduction(self, unit: Unit, locals_: list[Tensor | None], add: list[bool]) -> Callable[[Wire, list[bytes]], list[bool]]:
+        def work(wire: Wire, notes: list[bytes]) -> list[bool]:
+            count = len(locals_)
+            union = [any(note[i // 8] >> (i % 8) & 1 for note in notes) for i in range(count)]
+            for dtype in dict.fromkeys(d.reduce for d, here in zip(unit.dtypes, union, strict=True) if here):
+                chosen = [i for i in range(count) if union[i] and unit.dtypes[i].reduce is dtype]
+                total, parts = self._sum(wire, unit, chosen, dtype, locals_)
+                self._keep(wire, unit, chosen, total, parts, add)
+            return union
+
+        return work
+
+    def _sum(self, wire: Wire, unit: Unit, chosen: list[int], dtype: torch.dtype, locals_: list[Tensor | None]) -> tuple[Tensor, list[int]]:
+        """The sum over all ranks of this rank's pieces of ``chosen``, one after another; and how many elements each rank's has."""
+        ranks, layout = wire.shard.size, unit.layout
+        parts = [sum(hi - lo for lo, hi in (layout.piece(i, rank) for i in chosen)) for rank in range(ranks)]
+        device = unit.params[0].device
+        send = self._scratch.get("send", sum(parts), dtype, device)
+        flats = {i: None if (g := locals_[i]) is None else flat_view(g, layout.params[i].stride) for i in chosen}
+        factor = 1.0 / (self._group.size * self.scale)
+        at = 0
+        for rank in range(ranks):
+            for i in chosen:
+                lo, hi = layout.piece(i, rank)
+                _scaled(flats[i], lo, hi, factor, send[at : at + hi - lo])
+                at += hi - lo
+        for i in chosen:
+            locals_[i] = None  # the memory goes as soon as it is packed
+        flats.clear()
+        mine = parts[wire.shard.rank]
+        recv = send
+        if ranks > 1:
+            recv = self._scratch.get("recv", mine * ranks, dtype, device)
+            wire.shard.exchange(send, parts, recv, [mine] * ranks)
+        total = tree_sum([recv[k * mine : (k + 1) * mine] for k in range(ranks)])
+        copies = wire.replicate.size
+        if copies > 1:
+            everyone = self._scratch.get("replicate", mine * copies, dtype, device)
+            everyone[wire.replicate.rank * mine :][:mine].copy_(total)
+            width = mine * dtype.itemsize
+            wire.replicate.gather(everyone.view(torch.uint8), [width * k for k in range(copies + 1)])
+            total = tree_sum([everyone[k * mine : (k + 1) * mine] for k in range(copies)])
+        return total, parts
+
+    def _keep(self, wire: Wire, unit: Unit, chosen: list[int], total: Tensor, parts: list[int], add: list[bool]) -> None:
+        """Store the sum: this rank's pieces, or, where gradients are not sharded, everybody's."""
+        me, ranks = wire.shard.rank, range(wire.shard.size)
+        if self._stage.gradients:
+            ranks = range(me, me + 1)
+        elif wire.shard.size > 1:
+            every = self._scratch.get("send", sum(parts), total.dtype, total.device)
+            cuts = [sum(parts[:r]) for r in range(wire.shard.size + 1)]
+            every[cuts[me] : cuts[me + 1]].copy_(total)
+            wire.shard.gather(every.view(torch.uint8), [c * total.dtype.itemsize for c in cuts])
+            total = every
+        at = 0
+        for rank in ranks:
+            for i in chosen:
+                lo, hi = unit.layout.piece(i, rank)
+                store = self._store(unit, i)
+                base = unit.layout.piece(i, me)[0] if self._stage.gradients else 0
+                target = store[lo - base : hi - base]
+                source = total[at : at + hi - lo]
+                at += hi - lo
+                if add[i]:
+                    target.add_(source)
+                else:
+                    target.copy_(source)
+
+    def _store(self, unit: Unit, index: int) -> Tensor:
+        record = self.records[unit][index]
+        if record.store is None:
+            param, dtype = unit.layout.params[index], unit.dtypes[index]
+            lo, hi = unit.layout.piece(index, self._group.shard.rank) if self._stage.gradients else (0, param.numel)
+            record.store = torch.empty(hi - lo, dtype=dtype.gradient, device=record.param.device)
+            self._ledger.add("gradients", record.store.nbytes)
+            if self._stage.gradients or dtype.gradient is not dtype.param:
+                like = torch.empty((), dtype=dtype.param, device=record.param.device).expand(param.shape)
+                record.shown = ShardedGrad(
+                    like, stride=param.stride, piece=record.store, key=record.key, name=unit.names[index], owner=self._owner
+                )
+            else:
+                record.shown = record.store.as_strided(param.shape, param.stride)
+        return record.store
+
+    def _agree_on_order(self, seen: list[Unit]) -> None:
+        """From now on reduce in the order in which rank 0's units became ready."""
+        order = [*seen, *(u for u in self._order if u not in seen)]
+        note = struct.pack(f"<{len(order)}H", *(u.index for u in order))
+        by_index = {u.index: u for u in order}
+
+        def first(wire: Wire, notes: list[bytes]) -> list[int]:
+            return list(struct.unpack(f"<{len(order)}H", notes[0]))
+
+        self._order = [by_index[i] for i in self._channel.run(Label("order", 0, "the order of reductions"), first, note)]
+
+    # -- for update, norm and checkpoints -----------------------------------------------------------------------------
+
+    def piece(self, record: GradRecord, lo: int, hi: int) -> Tensor | None:
+        """Elements ``lo:hi`` of the gradient that ``param.grad`` shows now, 1-D, as a view of it."""
+        grad = record.param.grad
+        if grad is None:
+            return None
+        if isinstance(grad, ShardedGrad):
+            base = record.unit.layout.piece(record.index, self._group.shard.rank)[0] if self._stage.gradients else 0
+            return grad.piece[lo - base : hi - base]
+        return flat_view(grad, record.unit.layout.params[record.index].stride)[lo:hi]
+
+
+def _scaled(source: Tensor | None, lo: int, hi: int, factor: float, out: Tensor) -> None:
+    if source is None:
+        out.zero_()
+    elif source.dtype is out.dtype:
+        torch.mul(source[lo:hi], factor, out=out)
+    else:  # widen first: a product in the narrow type would round twice
+        out.copy_(source[lo:hi]).mul_(factor)

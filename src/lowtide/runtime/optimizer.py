@@ -1,0 +1,165 @@
+"""What ``optimizer`` gains: a step on shards, whole state_dicts, and the check of new parameters.
+
+The optimizer stays the same object, so that schedulers made before or after keep working; its class becomes a subclass of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowtide.comm.channel import Label
+from lowtide.config import Config
+from lowtide.errors import ArgumentError, Refused
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.probe import needs_closure, plain_step, why_not_elementwise
+
+_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+class ShardedOptimizer(Optimizer):
+    """Methods that take precedence over the optimizer's own."""
+
+    _lowtide: Engine
+    _plain: type[Optimizer]
+    step_was_skipped: bool = False
+    """Whether the last step changed nothing because a gradient was not finite. A scheduler should not advance then."""
+
+    @Optimizer.profile_hook_step  # runs step hooks, once, around the whole update
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.step_was_skipped = not self._lowtide.step(self)
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in PyTorch, with whole tensors. Where states are sharded: on rank 0 only; every rank must call it."""
+        if not self._lowtide.config.stage.optimizer or self._lowtide.group.shard.size == 1:
+            return super().state_dict()
+        return _whole_state_dict(self, super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in PyTorch; every rank gives the whole state_dict and keeps its shard."""
+        update = self._lowtide.update
+        with update.on_pieces(self):
+            super().load_state_dict(state_dict)
+        update.cut_state(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        _refuse_strangers(self, self._lowtide)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise Refused("the optimizer of a sharded model cannot be deep-copied; copy it before lowtide.shard.")
+
+
+def make_sharded(optimizer: Optimizer, engine: Engine) -> None:
+    """Give ``optimizer`` the methods above."""
+    _refuse_strangers(optimizer, engine)
+    _refuse_whole_matrix(optimizer, engine, engine.config)
+    cls = type(optimizer)
+    if cls not in _classes:
+        names = {"_plain": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _classes[cls] = type(cls.__name__, (ShardedOptimizer, cls), names)
+    optimizer.__class__ = _classes[cls]
+    optimizer._lowtide = engine  # type: ignore[attr-defined]
+    if "step" in optimizer.__dict__:
+        _rewrap_for_scheduler(optimizer)
+    engine.update.cut_state(optimizer)
+
+
+def _rewrap_for_scheduler(optimizer: Optimizer) -> None:
+    """A scheduler made before us has put a wrapper of the old step on the object; put the same kind around the new one."""
+    del optimizer.__dict__["step"]
+    new_step = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return new_step(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+def _refuse_strangers(optimizer: Optimizer, engine: Engine) -> None:
+    strangers = sum(p not in engine.unit_of for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise ArgumentError(
+            f"the optimizer has {strangers} parameters that are not in the model. Give lowtide.shard a module that contains all of "
+            f"them, or make one optimizer per model."
+        )
+
+
+def _refuse_whole_matrix(optimizer: Optimizer, engine: Engine, config: Config) -> None:
+    name = type(optimizer).__name__
+    if needs_closure(type(optimizer)):
+        raise Refused(f"{name} evaluates the model inside its step; sharded models need an optimizer whose step takes no closure.")
+    if not engine.update.any_cut():
+        return
+    dtype = next((u.dtypes[0].master for u in engine.units if u.dtypes), torch.float32)
+    reason = why_not_elementwise(optimizer, dtype, config.partition.by)
+    if reason is not None:
+        raise Refused(
+            f"{name} cannot update parameters that are cut between ranks: {reason}. "
+            f"Use shard(..., partition='tensor'), which keeps every parameter whole on one rank, or an elementwise optimizer."
+        )
+
+
+def _whole_state_dict(optimizer: ShardedOptimizer, local: dict[str, Any]) -> dict[str, Any]:
+    engine = optimizer._lowtide
+    params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    mine = {index: {k: _describe(v, params[int(index)], engine) for k, v in s.items()} for index, s in local["state"].items()}
+    notes = engine._reduces.run(Label("state", -1, "optimizer states"), lambda _, n: n, _padded(json.dumps(mine), engine))
+    known: dict[str, dict[str, Any]] = {}
+    for note in notes:
+        for index, entry in json.loads(note.rstrip(b"\0")).items():
+            known.setdefault(index, entry)
+    state: dict[int, dict[str, Any]] = {}
+    for index in sorted(known, key=int):
+        param = params[int(index)]
+        piece = engine.update.pieces[param]
+        spec = piece.record.unit.layout.params[piece.record.index]
+        row = state[int(index)] = {}
+        for key, (kind, dtype, value) in known[index].items():
+            if kind == "piece":
+                here = local["state"].get(int(index), {}).get(key)
+                here = torch.empty(0, dtype=getattr(torch, dtype)) if here is None else flat_view_of(here, spec.stride)
+                row[key] = engine.gather_flat(piece.record, here, f"{key}").as_strided(spec.shape, spec.stride)
+            else:
+                row[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "scalar" else value
+    return {**local, "state": state if engine.group.rank == 0 else {}}
+
+
+def flat_view_of(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    from lowtide.runtime.unit import flat_view
+
+    return flat_view(tensor, stride if tensor.dim() == len(stride) else (1,))
+
+
+def _describe(value: Any, param: nn.Parameter, engine: Engine) -> tuple[str, str, Any]:
+    if isinstance(value, Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        if value.shape == engine.update.pieces[param].target.shape and value.dim():
+            return "piece", name, None
+        return "scalar", name, value.tolist()
+    return "plain", "", value
+
+
+def _padded(text: str, engine: Engine) -> bytes:
+    """Notes have one length on all ranks: agree on the longest first."""
+    raw = text.encode()
+    lengths = engine._reduces.run(Label("length", -1, "optimizer states"), lambda _, n: n, len(raw).to_bytes(8, "little"))
+    longest = max(int.from_bytes(n, "little") for n in lengths)
+    return raw.ljust(longest, b"\0")
+
+
+__all__ = ["ShardedOptimizer", "make_sharded", "plain_step"]

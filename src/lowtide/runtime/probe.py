@@ -1,0 +1,67 @@
+"""Whether an optimizer may run on pieces: tried once, whole against cut, on a few hundred elements."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# 24 rows of 32; the cut falls after 10 rows = 320 elements, a multiple of 64.
+_SHAPE, _ROWS, _CUT = (24, 32), 10, 320
+_STEPS = 3
+
+
+def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """The optimizer's own step, without the wrapper that runs step hooks: those belong around the whole update."""
+    step = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def needs_closure(cls: type[Optimizer]) -> bool:
+    """Whether the optimizer evaluates the model inside its step, as LBFGS does."""
+    parameters = list(inspect.signature(plain_step(cls)).parameters.values())
+    return len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty and parameters[1].kind is not inspect.Parameter.VAR_POSITIONAL
+
+
+def why_not_elementwise(optimizer: Optimizer, dtype: torch.dtype, by: str) -> str | None:
+    """``None`` if the optimizer gives the same bits on pieces as on the whole tensor, else what went wrong."""
+    for group in optimizer.param_groups:
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64).to(dtype)
+        grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64).to(dtype) for _ in range(_STEPS)]
+
+        def cut(tensor: Tensor) -> list[Tensor]:
+            if by == "row":
+                return [tensor[:_ROWS].clone(), tensor[_ROWS:].clone()]
+            return [tensor.flatten()[:_CUT].clone(), tensor.flatten()[_CUT:].clone()]
+
+        try:
+            whole = _train(optimizer, group, [start.clone()], [[g] for g in grads])
+            pieces = _train(optimizer, group, cut(start), [cut(g) for g in grads])
+        except Exception as error:  # the caller's optimizer may raise anything; that is the answer
+            return f"it cannot update a flat piece of a matrix ({type(error).__name__}: {error})"
+        if not torch.equal(whole[0].flatten(), torch.cat([p.flatten() for p in pieces])):
+            return "its result for one element depends on the other elements of the tensor"
+    return None
+
+
+def _train(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+    trial = object.__new__(type(optimizer))
+    trial.__dict__.update(optimizer.__dict__)
+    params = [nn.Parameter(v) for v in values]
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": params}]
+    trial._optimizer_step_pre_hooks = OrderedDict()
+    trial._optimizer_step_post_hooks = OrderedDict()
+    step = plain_step(type(optimizer))
+    for row in grads:
+        for param, grad in zip(params, row, strict=True):
+            param.grad = grad
+        step(trial)
+    return [p.detach() for p in params]

@@ -1,0 +1,143 @@
+"""A gradient that is stored as shards: what ``param.grad`` shows at the stages that shard gradients.
+
+It has the parameter's shape and dtype and forwards what training loops do with gradients (norm, scaling, unscaling, clamping, zeroing)
+to the piece on this rank, with the global result, so that ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` are
+right. Everything else raises: a whole gradient does not exist anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import GradientElsewhere
+
+aten = torch.ops.aten
+
+
+class GradOwner(Protocol):
+    """Who can combine pieces of gradients over ranks."""
+
+    def norm_of(self, grad: ShardedGrad, order: float) -> float: ...
+
+    def any_rank(self, flag: bool) -> bool: ...  # noqa: FBT001
+
+    def whole_of(self, grad: ShardedGrad) -> Tensor: ...
+
+    def grads_changed(self) -> None: ...
+
+
+class ShardedGrad(torch.Tensor):
+    """See the module's docstring. ``piece`` is the part on this rank, 1-D in the parameter's memory order."""
+
+    piece: Tensor
+    key: int
+    parameter: str
+    owner: GradOwner
+
+    @staticmethod
+    def __new__(cls, like: Tensor, *, stride: Sequence[int], piece: Tensor, key: int, name: str, owner: GradOwner) -> ShardedGrad:
+        self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls, like.shape, strides=tuple(stride), dtype=like.dtype, device=like.device
+        )
+        self.piece, self.key, self.parameter, self.owner = piece, key, name, owner
+        return self
+
+    def full_tensor(self) -> Tensor:
+        """The whole gradient as a plain tensor; every rank must call it."""
+        return self.owner.whole_of(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedGrad({self.parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype}, here={self.piece.numel()} elements)"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAttributeAccessIssue]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            first = next((a for a in _flatten(args) if isinstance(a, ShardedGrad)), None)
+            raise GradientElsewhere(first.parameter if first is not None else "?", str(func))
+        return handler(func, args, kwargs or {})
+
+
+def _flatten(args: Any) -> list[Any]:
+    return [x for a in args for x in (_flatten(a) if isinstance(a, list | tuple) else [a])]
+
+
+def _same(func: Any, args: Any, kwargs: Any) -> ShardedGrad:
+    return args[0]
+
+
+def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """An elementwise in-place operation with scalars or one-element tensors, on one gradient."""
+    grad: ShardedGrad = args[0]
+    _refuse_operands(grad, func, args[1:])
+    func(grad.piece, *args[1:], **kwargs)
+    grad.owner.grads_changed()
+    return grad
+
+
+def _in_place_each(func: Any, args: Any, kwargs: Any) -> None:
+    """The same on a list of gradients."""
+    for grad in args[0]:
+        if isinstance(grad, ShardedGrad):
+            _refuse_operands(grad, func, args[1:])
+            grad.owner.grads_changed()
+    func([g.piece if isinstance(g, ShardedGrad) else g for g in args[0]], *args[1:], **kwargs)
+
+
+def _refuse_operands(grad: ShardedGrad, func: Any, operands: Sequence[Any]) -> None:
+    if any(isinstance(o, Tensor) and o.numel() != 1 for o in _flatten(operands)):
+        raise GradientElsewhere(grad.parameter, f"{func} with a tensor that is not a scalar")
+
+
+def _vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    grad: ShardedGrad = args[0]
+    order = args[1] if len(args) > 1 else 2
+    value = grad.owner.norm_of(grad, float(2 if order is None else order))
+    return torch.tensor(value, dtype=kwargs.get("dtype") or grad.dtype, device=grad.device)
+
+
+def _norm_each(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    return [_vector_norm(func, (g, *args[1:]), kwargs) if isinstance(g, ShardedGrad) else func([g], *args[1:], **kwargs)[0] for g in args[0]]
+
+
+def _unscale(func: Any, args: Any, kwargs: Any) -> None:
+    """GradScaler's check and unscale: what one rank finds, all ranks must know."""
+    grads, found_inf, inverse_scale = args
+    owner = next(g.owner for g in grads if isinstance(g, ShardedGrad))
+    func([g.piece if isinstance(g, ShardedGrad) else g for g in grads], found_inf, inverse_scale, **kwargs)
+    if owner.any_rank(bool(found_inf.item())):
+        found_inf.fill_(1.0)
+    owner.grads_changed()
+
+
+_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.zero_.default: _in_place,
+    aten.mul_.Scalar: _in_place,
+    aten.mul_.Tensor: _in_place,
+    aten.div_.Scalar: _in_place,
+    aten.div_.Tensor: _in_place,
+    aten.clamp_.default: _in_place,
+    aten.clamp_min_.default: _in_place,
+    aten.clamp_max_.default: _in_place,
+    aten.nan_to_num_.default: _in_place,
+    aten._foreach_zero_.default: _in_place_each,
+    aten._foreach_mul_.Scalar: _in_place_each,
+    aten._foreach_mul_.Tensor: _in_place_each,
+    aten._foreach_div_.Scalar: _in_place_each,
+    aten._foreach_div_.Tensor: _in_place_each,
+    aten._foreach_clamp_min_.Scalar: _in_place_each,
+    aten._foreach_clamp_max_.Scalar: _in_place_each,
+    aten._foreach_norm.Scalar: _norm_each,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: _vector_norm,
+    aten.norm.ScalarOpt_dtype: _vector_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

@@ -1,0 +1,75 @@
+"""One unit at run time: its parameters, how they lie in memory, and how old their values are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.config import Config, KindDtypes
+from lowtide.spec.layout import ParamShape, UnitLayout, lay_out
+from lowtide.spec.units import UnitSpec
+
+
+class Unit:
+    """Identity and layout. Where its bytes are is known to Residency, its gradients to Grads, its states to Update."""
+
+    def __init__(self, index: int, spec: UnitSpec, config: Config, ranks: int) -> None:
+        self.index = index
+        self.name = spec.name
+        self.modules = spec.modules
+        self.params = spec.params
+        self.names = spec.names
+        self.dtypes: tuple[KindDtypes, ...] = tuple(config.precision.dtypes(p.dtype) for p in spec.params)
+        shapes = [
+            ParamShape(tuple(p.shape), dense_stride(p), d.param.itemsize) for p, d in zip(spec.params, self.dtypes, strict=True)
+        ]
+        self.layout: UnitLayout = lay_out(shapes, config.partition, ranks)
+        self.index_of = {p: i for i, p in enumerate(spec.params)}
+        self.version = 0
+        """Raised by every update; a graph built on an older version must not be walked backward."""
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """The parameters of this unit as views of ``whole``, the unit's bytes."""
+        out: list[Tensor] = []
+        for param, offset, dtype in zip(self.layout.params, self.layout.offsets, self.dtypes, strict=True):
+            flat = whole[offset : offset + param.nbytes].view(dtype.param)
+            out.append(flat.as_strided(param.shape, param.stride))
+        return out
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides a parameter keeps: its own if they are dense (channels_last is), else those of a contiguous tensor."""
+    order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] != 1), key=tensor.stride)
+    expected = 1
+    for dim in order:
+        if tensor.stride(dim) != expected:
+            return contiguous_stride(tensor.shape)
+        expected *= tensor.shape[dim]
+    return tuple(tensor.stride()) if tensor.numel() else contiguous_stride(tensor.shape)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, step = [0] * len(shape), 1
+    for dim in range(len(shape) - 1, -1, -1):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
+def flat_view(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """``tensor``'s elements in the order of ``stride``, as 1-D; a view where the memory allows it, else a copy."""
+    if tuple(tensor.stride()) != tuple(stride) and tensor.numel() > 1:
+        reordered = torch.empty_strided(tensor.shape, tuple(stride), dtype=tensor.dtype, device=tensor.device)
+        tensor = reordered.copy_(tensor)
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def is_whole(piece: tuple[int, int], param: ParamShape) -> bool:
+    return piece == (0, param.numel)
+
+
+def named(units: Sequence[Unit]) -> dict[nn.Parameter, str]:
+    """The first name of every parameter."""
+    return {p: n for unit in units for p, n in zip(unit.params, unit.names, strict=True)}

@@ -1,0 +1,111 @@
+"""Memory that is taken once and reused; the sole owner of its free list.
+
+Fresh large allocations cost ten times the work done in them (page faults), and glibc keeps or returns them as it likes. An arena
+takes anonymous private maps (huge pages advised, not inherited by forked workers), hands them out as blocks and gets them back.
+
+[Note: a block is free when nobody holds its storage] Every block has a storage of its own, and torch counts who refers to it.
+Autograd, a checkpoint's recomputation or a caller may still hold a view of a unit that was released; such a block must not be
+written again. ``give`` therefore looks at the count: a block with views outside waits in limbo until they are gone.
+Packing views as recipes (runtime/saved.py) is what lets memory go; this count is what makes forgetting one harmless.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+_HUGE_PAGE = 2 << 20
+# A free block may serve a request that is this much smaller, so that units of similar size share blocks.
+_SLACK = 1.5
+
+
+class Block:
+    """Bytes handed out by an arena: a 1-D uint8 tensor, possibly a little longer than asked."""
+
+    __slots__ = ("_idle_count", "tensor")
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.tensor = _reserve(nbytes, device)
+        self._idle_count = self._count()
+
+    def _count(self) -> int:
+        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def held(self) -> bool:
+        """Whether any tensor outside still refers to this memory."""
+        return self._count() > self._idle_count
+
+
+def _reserve(nbytes: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):
+        if device.type != "cpu" or nbytes < mmap.PAGESIZE:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE_PAGE:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            memory.madvise(mmap.MADV_DONTFORK)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+
+
+class Arena:
+    """Blocks of one device. Not thread-safe: the engine's lock guards it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.taken_bytes = 0
+        self.reserved_bytes = 0
+        self.poison = False
+        """Fill what is given back with NaN, so that a use of released memory shows. For tests."""
+        self._free: list[Block] = []
+        self._limbo: list[Block] = []
+
+    def take(self, nbytes: int) -> Block:
+        """A block of at least ``nbytes``; its content is undefined."""
+        self._sweep()
+        fitting = [b for b in self._free if nbytes <= b.nbytes <= nbytes * _SLACK]
+        if fitting:
+            block = min(fitting, key=lambda b: b.nbytes)
+            self._free.remove(block)
+        else:
+            block = Block(nbytes, self.device)
+            self.reserved_bytes += block.nbytes
+        self.taken_bytes += block.nbytes
+        return block
+
+    def give(self, block: Block) -> None:
+        """Take ``block`` back. Views that are still held keep it out of use, see the note above."""
+        self.taken_bytes -= block.nbytes
+        self._limbo.append(block)
+        self._sweep()
+
+    @property
+    def limbo_bytes(self) -> int:
+        """Bytes given back that somebody outside still looks at."""
+        return sum(b.nbytes for b in self._limbo)
+
+    def trim(self) -> None:
+        """Return every unused block to the operating system."""
+        self._sweep()
+        self.reserved_bytes -= sum(b.nbytes for b in self._free)
+        self._free.clear()
+
+    def _sweep(self) -> None:
+        held: list[Block] = []
+        for block in self._limbo:
+            if block.held:
+                held.append(block)
+                continue
+            if self.poison:
+                whole = block.tensor[: block.nbytes // 8 * 8]
+                whole.view(torch.float64).fill_(float("nan"))
+            self._free.append(block)
+        self._limbo = held
