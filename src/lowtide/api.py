@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +18,25 @@ import lowtide
 from lowtide.comm.agree import agree
 from lowtide.comm.group import Group
 from lowtide.config import Activations, Comm, Config, Partition, Precision, UnitChoice, Update, build_config
-from lowtide.errors import ArgumentError, DoesNotFit, Refused
+from lowtide.errors import NO_WHOLE_COMPILE, ArgumentError, DoesNotFit, Refused
 from lowtide.runtime import gathered as _gathered
 from lowtide.runtime import hooks, norm
 from lowtide.runtime import module as sharded_module
 from lowtide.runtime import optimizer as sharded_optimizer
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.unit import contiguous_stride, dense_stride, flat_view
+from lowtide.runtime.evicted import owner_of
+from lowtide.runtime.module import ShardedModule
+from lowtide.runtime.unit import dense_stride, flat_view
 from lowtide.spec.units import UnitSpec, find_units
+from lowtide.torch_internals import is_compiled_whole
 
 M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O", bound=Optimizer | None)
-
-_engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+OptimizerOrNone = TypeVar("OptimizerOrNone", bound=Optimizer | None)
 
 
 def shard(
     model: M,
-    optimizer: O = None,  # type: ignore[assignment]
+    optimizer: OptimizerOrNone = None,  # pyright: ignore[reportArgumentType]
     *,
     memory: int | float | str | None = None,
     device_memory: int | float | str | None = None,
@@ -51,7 +51,7 @@ def shard(
     update: str | Update = "step",
     comm: Comm | None = None,
     run: str | os.PathLike[str] | None = None,
-) -> tuple[M, O]:
+) -> tuple[M, OptimizerOrNone]:
     """Shard ``model`` and ``optimizer`` in place over the ranks of ``group``; the training loop stays as it was.
 
     Both come back as the same objects. ``stage``: 0 nothing sharded, 1 optimizer states, 2 + gradients, 3 + parameters;
@@ -59,36 +59,42 @@ def shard(
     blocks). ``group``: a process group or a DeviceMesh, also (replicate x shard); default: all ranks, or none needed.
     Called again with the same model and an optimizer, it makes that optimizer the model's.
     """
-    if (known := _engines.get(model)) is not None:
-        return _attach_later(known, model, optimizer)
+    if isinstance(model, ShardedModule):
+        return _attach_later(model, optimizer)
     _refuse_model(model)
-    if (optimizer is not None) and not isinstance(optimizer, Optimizer):
+    if optimizer is not None and not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"optimizer is a {type(optimizer).__name__}; lowtide.shard takes a torch.optim.Optimizer.")
     joined = Group.join(group, deadline=(comm or Comm()).deadline)
-    config = build_config(
-        world_size=joined.shard.size,
-        stage=stage,
-        partition=partition,
-        precision=precision,
-        activations=activations,
-        update=update,
-        comm=comm,
-        memory=memory,
-        device_memory=device_memory,
-        disk=disk,
-        weights=weights,
-        run=run,
-    )
-    specs = find_units(model, units, bucket_bytes=config.comm.bucket_bytes)
-    agree(joined.channel("agree"), _facts(model, optimizer, specs, config))
-    _refuse_too_large(specs, config, joined)
-    engine = Engine(model, specs, config, joined)
+    try:
+        config = build_config(
+            world_size=joined.shard.size,
+            stage=stage,
+            partition=partition,
+            precision=precision,
+            activations=activations,
+            update=update,
+            comm=comm,
+            memory=memory,
+            device_memory=device_memory,
+            disk=disk,
+            weights=weights,
+            run=run,
+        )
+        specs = find_units(model, units, bucket_bytes=config.comm.bucket_bytes)
+        _refuse_too_large(specs, config, joined)
+        engine = Engine(model, specs, config, joined)
+        agree(engine.gathers, _facts(model, optimizer, specs, config))
+        if optimizer is not None:
+            sharded_optimizer.refuse(optimizer, engine)
+    except BaseException as error:
+        joined.watch.report(error)  # other ranks must not wait for this one
+        joined.close()
+        raise
     engine.start()
-    if optimizer is not None:
-        sharded_optimizer.make_sharded(optimizer, engine)
     hooks.install(engine)
     sharded_module.make_sharded(model, engine)
-    _engines[model] = engine
+    if optimizer is not None:
+        sharded_optimizer.make_sharded(optimizer, engine)
     return model, optimizer
 
 
@@ -102,7 +108,9 @@ def clip_grad_norm_(
     engine, params = _engine_and_params(model)
     if engine is None:
         pieces = [
-            norm.GradPiece(k, 0, p.numel(), flat_view(p.grad, dense_stride(p))) for k, p in enumerate(params) if p.grad is not None
+            norm.GradPiece(k, 0, p.numel(), flat_view(p.grad, dense_stride(p)))
+            for k, p in enumerate(params)
+            if p.grad is not None
         ]
         parts = norm.norms(pieces, float(norm_type), norm.alone)
     else:
@@ -127,7 +135,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
 
 
 @contextmanager
-def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
+def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Generator[None]:
     """Whole parameters of a module (or the given ones) on every rank; with ``write``, rank 0's changes are kept by all.
 
     Every rank must enter it. A model that is not sharded is left alone, so the same code runs with and without lowtide.
@@ -146,24 +154,25 @@ def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: 
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine behind a sharded model, for reports and tests."""
-    engine = _engines.get(model)
-    if engine is None:
+    if not isinstance(model, ShardedModule):
         raise ArgumentError(f"this {type(model).__name__} is not sharded; call lowtide.shard first.")
-    return engine
+    return model.lowtide_engine
 
 
 # -- phases of shard --------------------------------------------------------------------------------------------------
 
 
-def _attach_later(engine: Engine, model: M, optimizer: O) -> tuple[M, O]:
+def _attach_later(model: M, optimizer: OptimizerOrNone) -> tuple[M, OptimizerOrNone]:
     if optimizer is None or isinstance(optimizer, sharded_optimizer.ShardedOptimizer):
         raise ArgumentError("this model is sharded already; calling lowtide.shard again only makes sense with a new optimizer.")
+    engine = engine_of(model)
+    sharded_optimizer.refuse(optimizer, engine)
     sharded_optimizer.make_sharded(optimizer, engine)
     return model, optimizer
 
 
 def _refuse_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"model is a {type(model).__name__}; lowtide.shard takes a torch.nn.Module.")
     params = dict(model.named_parameters())
     if not params:
@@ -177,9 +186,9 @@ def _refuse_model(model: nn.Module) -> None:
     if len(devices) > 1 or "meta" in devices:
         way = "build it under `with lowtide.deferred():` instead" if "meta" in devices else "move it to one device first"
         raise Refused(f"the model's parameters are on {', '.join(sorted(devices))}; {way}.")
-    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
-        raise Refused(hooks._NO_COMPILE)
-    if any(engine_owned in _engines for engine_owned in model.modules()):
+    if is_compiled_whole(model):
+        raise Refused(NO_WHOLE_COMPILE)
+    if any(isinstance(m, ShardedModule) for m in model.modules()):
         raise Refused("a part of this model is sharded already; shard the whole model once.")
 
 
@@ -211,16 +220,15 @@ def _refuse_too_large(specs: list[UnitSpec], config: Config, group: Group) -> No
 
 
 def _engine_of(param: nn.Parameter) -> Engine | None:
-    from lowtide.runtime.evicted import owner_of
-
     owner = owner_of(param)
     return owner if isinstance(owner, Engine) else None
 
 
 def _engine_and_params(model: nn.Module | Iterable[nn.Parameter]) -> tuple[Engine | None, list[nn.Parameter]]:
     if isinstance(model, nn.Module):
-        engine = _engines.get(model)
-        return engine, list(engine.unit_of) if engine is not None else list(model.parameters())
+        if isinstance(model, ShardedModule):
+            return model.lowtide_engine, list(model.lowtide_engine.unit_of)
+        return None, list(model.parameters())
     params = list(model)
     owners = {id(e): e for p in params if (e := _engine_of(p)) is not None}
     if not owners:
@@ -231,4 +239,4 @@ def _engine_and_params(model: nn.Module | Iterable[nn.Parameter]) -> tuple[Engin
     return engine, params
 
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "contiguous_stride", "engine_of", "gathered", "shard"]
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "engine_of", "gathered", "shard"]

@@ -165,16 +165,19 @@ def parse_bytes(what: str, value: int | float | str | None) -> int | None:
     """``"4GiB"``, ``"500MB"``, ``4e9`` or ``None`` → bytes. GiB is 2**30, GB is 10**9, a bare G is 2**30."""
     if value is None:
         return None
-    if isinstance(value, str):
-        match = _BYTES.match(value)
-        if match is None:
-            raise ArgumentError(f"{what} is {value!r}; write a number and a unit, such as '4GiB', '500MB' or '0.5T'.")
-        number, prefix, binary, suffix = match.groups()
-        base = 1000 if (prefix and suffix and not binary) else 1024
-        value = float(number) * base ** " kmgt".index(prefix.lower() or " ")
-    if not value > 0:
+    amount = _parse_amount(what, value) if isinstance(value, str) else float(value)
+    if not amount >= 1:
         raise ArgumentError(f"{what} is {value!r}; give more than 0 bytes.")
-    return int(value)
+    return int(amount)
+
+
+def _parse_amount(what: str, text: str) -> float:
+    match = _BYTES.match(text)
+    if match is None:
+        raise ArgumentError(f"{what} is {text!r}; write a number and a unit, such as '4GiB', '500MB' or '0.5T'.")
+    number, prefix, binary, suffix = match.groups()
+    base = 1000.0 if (prefix and suffix and not binary) else 1024.0
+    return float(number) * base ** " kmgt".index(prefix.lower() or " ")
 
 
 def parse_stage(value: int | str, world_size: int) -> Stage:

@@ -1,15 +1,15 @@
 """Build a model with its usual numbers, without holding it in memory.
 
-Every tensor that is made inside the context is given memory in an unlinked file, mapped: initialisation runs as always, with the same
-random numbers in the same order, and the kernel writes pages out and drops them when memory is short. ``shard`` then reads
-the model unit by unit and lets go of the mapping.
+Every tensor that is made inside the context is given memory in an unlinked file, mapped: initialisation runs as always,
+with the same random numbers in the same order, and the kernel writes pages out and drops them when memory is short.
+``shard`` then reads the model unit by unit and lets go of the mapping.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ArgumentError
+from lowtide.torch_internals import without_torch_function_modes
 
 # Below this a tensor stays in ordinary memory: a file per bias would cost more than the bias.
 _SMALL_BYTES = 64 << 10
@@ -49,12 +50,12 @@ class _FileBacked(TorchFunctionMode):
         handle, path = tempfile.mkstemp(prefix="lowtide-", dir=self._folder)
         try:
             os.posix_fallocate(handle, 0, nbytes)
-            with torch._C.DisableTorchFunction():
+            with without_torch_function_modes():
                 storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=nbytes)
         finally:
             os.close(handle)
             os.unlink(path)
-        with torch._C.DisableTorchFunction():
+        with without_torch_function_modes():
             moved = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())  # pyright: ignore
             if fill:
                 moved.copy_(tensor.detach())
@@ -72,7 +73,7 @@ def _is_large_cpu(value: Any) -> bool:
 
 
 @contextmanager
-def deferred(disk: str | os.PathLike[str] | None = None) -> Iterator[None]:
+def deferred(disk: str | os.PathLike[str] | None = None) -> Generator[None]:
     """Inside, tensors of models live in files under ``disk`` (default: the folder for temporary files) instead of memory."""
     folder = os.fspath(disk) if disk is not None else tempfile.gettempdir()
     if not os.path.isdir(folder):

@@ -21,6 +21,12 @@ class Refused(Error, RuntimeError):
     """lowtide cannot do this and keep its promise; the message says why and what to do instead. Nothing was changed."""
 
 
+NO_WHOLE_COMPILE = (
+    "torch.compile of a whole sharded model is not possible: parameters come and go between its units. "
+    "Compile each block instead: `for block in model.blocks: block.compile()`."
+)
+
+
 class InternalError(Error, AssertionError):
     """An invariant of lowtide does not hold. Please report it with the message."""
 
@@ -114,9 +120,8 @@ class DoesNotFit(Error, MemoryError):
     fix: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.tier} memory: {self.needed_bytes / 2**20:.1f} MiB needed, {self.budget_bytes / 2**20:.1f} MiB allowed. {self.fix}"
-        )
+        sizes = f"{self.needed_bytes / 2**20:.1f} MiB needed, {self.budget_bytes / 2**20:.1f} MiB allowed"
+        return f"{self.tier} memory: {sizes}. {self.fix}"
 
 
 @dataclass(eq=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from typing import Annotated, cast
 
 import typer
 
+import lowtide
 from lowtide.cli.demo import demo
 from lowtide.cli.output import say_wrong
 from lowtide.cli.train import train
@@ -31,7 +31,7 @@ app.command()(demo)
 
 def _print_version(*, wanted: bool) -> None:
     if wanted:
-        sys.stdout.write(f"lowtide {metadata.version('lowtide')}\n")
+        sys.stdout.write(f"lowtide {lowtide.__version__}\n")
         raise typer.Exit
 
 

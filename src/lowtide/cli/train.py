@@ -56,7 +56,7 @@ def train(
     """
     chosen: dict[str, Any] = {"preset": preset, "model": model, "data": data, "synthetic": synthetic}
     chosen |= {"steps": steps, "batch": batch, "lr": lr, "ranks": ranks, "threads": threads, "seed": seed}
-    folder = run if run is not None else None if synthetic else _new_run_folder(model or preset or _DEFAULTS.model_name)
+    folder = run if run is not None else None if synthetic else new_run_folder(model or preset or _DEFAULTS.model_name)
     options = Options(**chosen, stage=parse_stage_word(stage), run=folder)
     if options.run is not None:
         check_run_folder(options.run)
@@ -80,7 +80,8 @@ def run_job(options: Options, *, output: str) -> int:
         return say_failure(describe(error, int(os.environ.get("RANK", "0"))), ranks=1)
 
 
-def _new_run_folder(name: str) -> str:
+def new_run_folder(name: str) -> str:
+    """A folder below ``runs/`` that does not exist yet."""
     base = Path("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{name.replace(':', '-').replace('/', '-')}")
     path, number = base, 2
     while path.exists():

@@ -7,6 +7,7 @@ own over the same ranks, which also live on when the caller destroys theirs.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lowtide.comm.channel import Channel, Wire
 from lowtide.comm.transport import Alone, TorchTransport, Transport
 from lowtide.comm.watch import Watch
-from lowtide.errors import ArgumentError, Error, Refused
+from lowtide.errors import ArgumentError, DeadlineExceeded, Refused
+
+_log = logging.getLogger(__name__)
 
 _ALLOWED = "allowed: a ProcessGroup, a DeviceMesh of one (shard) or two (replicate, shard) dimensions, or None"
 
@@ -150,7 +153,8 @@ class _Links:
         try:
             return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), self._timeout)
         except RuntimeError as error:
-            raise _NotJoined(name, ranks, error) from error
+            _log.error("ranks %s could not connect for %r: %s", list(ranks), name, error)
+            raise DeadlineExceeded(f"ranks {list(ranks)} to open {name!r}", self._timeout.total_seconds()) from error
 
     def _transport(self, name: str, ranks: Sequence[int]) -> Transport:
         if len(ranks) == 1:
@@ -163,13 +167,6 @@ class _Links:
         local = backend != "mpi"
         made = new_group(list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=local, sort_ranks=False)
         return TorchTransport(made)
-
-
-class _NotJoined(Error, RuntimeError):
-    """The ranks did not all come."""
-
-    def __init__(self, name: str, ranks: Sequence[int], error: RuntimeError) -> None:
-        super().__init__(f"ranks {list(ranks)} did not all open {name!r} in time: {error}")
 
 
 def _members(group: object) -> _Members | None:

@@ -2,7 +2,7 @@
 
 The ranks form a star over a gloo group of its own: rank 0 listens to everybody, everybody listens to rank 0, each in
 a daemon thread that is blocked in a receive. A failure is told to rank 0, which tells all; a connection that closes
-without a word is a rank that died.
+without a word is a rank that died, and so is one whose process ends without a word.
 
 [Note: one last word per direction] Over each connection each side says exactly one last word, ``bye`` or ``failed``, and
 answers the other's last word with its own. Both listeners then end by themselves. This is what makes the end of
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.comm.processes import ProcessEnds, identity
 from lowtide.comm.transport import abort_gloo
 from lowtide.errors import PeerFailed
 
@@ -33,6 +34,8 @@ _TAG = 1
 _FOREVER = timedelta(days=3650)
 # How long a message may take to leave, and how long the end waits for the others' last word.
 _PATIENCE = 2.0
+# A process that has ended may have said its last word just before: how long that may take to be heard.
+_ECHO = 0.2
 
 DIED = "ended without a word: killed, or crashed"
 
@@ -63,14 +66,18 @@ class Watch:
         self._closing = False
         self._unsaid: set[int] = set()  # peers that have not had our last word yet
         self._on_failure: list[Callable[[], None]] = []
-        self._listeners: list[threading.Thread] = []
+        self._listeners: dict[int, threading.Thread] = {}
+        self._ends: ProcessEnds | None = None
         if process_group is not None:
             peers = range(1, size) if rank == 0 else range(1)
             self._unsaid.update(peers)
+            everybody = _exchange_identities(process_group)
             for peer in peers:
-                thread = threading.Thread(target=self._listen, args=(peer,), name=f"lowtide-watch-{peer}", daemon=True)
-                self._listeners.append(thread)
-                thread.start()
+                self._listeners[peer] = threading.Thread(
+                    target=self._listen, args=(process_group, peer), name=f"lowtide-watch-{peer}", daemon=True
+                )
+                self._listeners[peer].start()
+            self._ends = ProcessEnds({peer: everybody[peer] for peer in peers}, self._process_ended)
 
     @property
     def failure(self) -> PeerFailed | None:
@@ -112,12 +119,14 @@ class Watch:
                 return
             self._closing = True
         self._say_last(_Word.BYE, self.rank, "")
-        end = time.monotonic() + _PATIENCE
-        for thread in self._listeners:
+        if self._ends is not None:
+            self._ends.close()
+        end = time.monotonic() + (_PATIENCE if self._failure is None else _PATIENCE / 4)
+        for thread in self._listeners.values():
             thread.join(max(0.0, end - time.monotonic()))
-        if any(thread.is_alive() for thread in self._listeners):
+        if any(thread.is_alive() for thread in self._listeners.values()):
             abort_gloo(self._pg)
-            for thread in self._listeners:
+            for thread in self._listeners.values():
                 thread.join(_PATIENCE)
         self._pg = None
 
@@ -132,11 +141,19 @@ class Watch:
         for call in calls:
             call()
 
-    def _listen(self, peer: int) -> None:
+    def _process_ended(self, peer: int) -> None:
+        listener = self._listeners[peer]
+        listener.join(_ECHO)
+        if listener.is_alive() and not self._closing:
+            with self._lock:
+                self._unsaid.discard(peer)
+            self._fail(peer, DIED)
+
+    def _listen(self, process_group: Any, peer: int) -> None:
         message = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
         while True:
             try:
-                self._receive(message, peer)
+                process_group.recv([message], peer, _TAG).wait(_FOREVER)
             except RuntimeError:
                 with self._lock:
                     self._unsaid.discard(peer)
@@ -153,10 +170,6 @@ class Watch:
             if word is _Word.BYE:
                 self._say_last(_Word.BYE, self.rank, "", to=peer)
                 return
-
-    def _receive(self, message: Tensor, peer: int) -> None:
-        if self._pg is not None:
-            self._pg.recv([message], peer, _TAG).wait(_FOREVER)
 
     def _note_left(self, rank: int) -> None:
         with self._lock:
@@ -183,6 +196,16 @@ class Watch:
         for work in started:
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=_PATIENCE))
+
+
+def _exchange_identities(process_group: Any) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(identity()), dtype=torch.uint8)
+    rows = mine.new_empty((process_group.size(), mine.numel()))
+    try:
+        process_group._allgather_base(rows.view(-1), mine).wait()
+    except RuntimeError as error:
+        raise PeerFailed(-1, f"a connection was lost ({error})", "joining the group") from error
+    return [row.numpy().tobytes() for row in rows]
 
 
 def _pack(word: _Word, rank: int, text: str) -> Tensor:

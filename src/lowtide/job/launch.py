@@ -29,6 +29,8 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.5
 """What the other ranks get to end by themselves after one has failed; then they are killed."""
 _LOG_TAIL_BYTES = 2000
+_SHOW_CURSOR = "\x1b[?25h"
+"""A progress bar hides the cursor, and a rank that is killed cannot bring it back."""
 
 
 def start_ranks(command: Sequence[str], ranks: int) -> Failure | None:
@@ -64,7 +66,7 @@ class _Running:
         self.signals.append(number)
         for process in self.processes:
             if process.poll() is None:
-                process.send_signal(number if len(self.signals) == 1 else signal.SIGKILL)
+                process.send_signal(number)
 
 
 def _start(command: Sequence[str], rank: int, ranks: int, folder: Path) -> subprocess.Popen[bytes]:
@@ -87,12 +89,12 @@ def _start(command: Sequence[str], rank: int, ranks: int, folder: Path) -> subpr
 
 
 def _watch(folder: Path, running: _Running) -> list[Failure]:
-    """Wait until all ranks are gone, or until one has failed and the others had their time to notice."""
+    """Wait until all ranks are gone, or until one has failed (or Ctrl-C came twice) and the others had their time to end."""
     deaths: dict[int, Failure] = {}
     deadline: float | None = None
     while any(process.poll() is None for process in running.processes):
         _note_deaths(folder, running, deaths)
-        if deadline is None and (deaths or read_reports(folder)):
+        if deadline is None and (deaths or len(running.signals) > 1 or read_reports(folder)):
             deadline = time.monotonic() + _GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             break
@@ -138,6 +140,8 @@ def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.kill()
+            if sys.stdout.isatty():
+                sys.stdout.write(_SHOW_CURSOR)
     for process in processes:
         process.wait()
 

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (?P<rights>\S{4}) [0-9a-f]+ (?P<device>\S+) (?P<inode>\d+)")
 _STATUS = Path("/proc/self/status")
@@ -67,6 +68,12 @@ def measure_rank() -> RankMemory:
     """This rank's peak since :func:`reset_peak`, and what it may share with others now."""
     shareable = shareable_pages(_SMAPS.read_text().splitlines()) if _SMAPS.exists() else ()
     return RankMemory(socket.gethostname(), peak_bytes(), shareable)
+
+
+def rank_memory_from_json(entry: dict[str, Any]) -> RankMemory:
+    """What ``dataclasses.asdict`` made of a :class:`RankMemory`, after a journey between ranks."""
+    shareable = tuple(SharedPages(**pages) for pages in entry["shareable"])
+    return RankMemory(entry["host"], entry["peak_bytes"], shareable)
 
 
 def job_peak(ranks: Sequence[RankMemory]) -> int:

@@ -55,7 +55,7 @@ def gather_json(value: Any, member: Member) -> list[Any]:
     """The small JSON values of all ranks, in rank order, on every rank. Collective."""
     if member.ranks == 1:
         return [value]
-    mine = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(member.ranks)]
     dist.all_gather(sizes, torch.tensor([len(mine)]))
     longest = max(int(size) for size in sizes)
@@ -63,7 +63,7 @@ def gather_json(value: Any, member: Member) -> list[Any]:
     padded[: len(mine)] = mine
     rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(member.ranks)]
     dist.all_gather(rows, padded)
-    return [json.loads(_to_bytes(row[: int(size)])) for row, size in zip(rows, sizes, strict=True)]
+    return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def any_rank(member: Member, *, flag: bool) -> bool:
@@ -88,11 +88,6 @@ def wait_for_all(member: Member) -> None:
     """Return when every rank has come here. Collective."""
     if member.ranks > 1:
         dist.barrier()
-
-
-def _to_bytes(row: torch.Tensor) -> bytes:
-    numbers: Any = row.tolist()
-    return bytes(numbers)
 
 
 def _join_through_file(folder: Path) -> Generator[Member, None, None]:

@@ -16,7 +16,7 @@ from lowtide.job.batches import Batches, SyntheticBatches, TextBatches
 from lowtide.job.corpus import default_cache_folder, open_corpus, prepare_corpus
 from lowtide.job.interrupt import stop_on_signals
 from lowtide.job.loop import History, Loop, Recipe
-from lowtide.job.memory import RankMemory, SharedPages, job_peak, measure_rank, reset_peak
+from lowtide.job.memory import job_peak, measure_rank, rank_memory_from_json, reset_peak
 from lowtide.job.models import Built, build_model
 from lowtide.job.options import Options, cores
 from lowtide.job.placement import place, place_text
@@ -104,7 +104,7 @@ def _run_folder(options: Options, member: Member, facts: dict[str, Any], plan: s
 
 
 def _result(history: History, params: int, stage: Stage, member: Member) -> Result:
-    memory = [_memory_from_json(entry) for entry in gather_json(asdict(measure_rank()), member)]
+    memory = [rank_memory_from_json(entry) for entry in gather_json(asdict(measure_rank()), member)]
     return Result(
         params=params,
         stage=stage.number,
@@ -117,8 +117,3 @@ def _result(history: History, params: int, stage: Stage, member: Member) -> Resu
         skipped=history.skipped,
         interrupted=history.interrupted,
     )
-
-
-def _memory_from_json(entry: dict[str, Any]) -> RankMemory:
-    shareable = tuple(SharedPages(**pages) for pages in entry["shareable"])
-    return RankMemory(entry["host"], entry["peak_bytes"], shareable)

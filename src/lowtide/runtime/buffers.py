@@ -10,7 +10,6 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lowtide.comm.channel import Channel, Label, Wire
 from lowtide.comm.group import Group
@@ -41,10 +40,10 @@ class Buffers:
         def work(wire: Wire, _: list[bytes]) -> None:
             for dtype in sorted(by_dtype, key=str):
                 buffers = by_dtype[dtype]
-                flat = _flatten_dense_tensors([b.contiguous() for b in buffers])
+                flat = torch.cat([b.flatten() for b in buffers])
                 wire.world.broadcast(flat.view(torch.uint8))
                 if self._group.rank:
-                    for buffer, value in zip(buffers, _unflatten_dense_tensors(flat, buffers), strict=True):
-                        buffer.copy_(value)
+                    for buffer, value in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                        buffer.copy_(value.view(buffer.shape))
 
         self._channel.run(Label("buffers", 0, "buffers of the model"), work)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import struct
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,7 @@ from lowtide.runtime.unit import Unit, named
 from lowtide.runtime.update import Update
 from lowtide.spec.units import UnitSpec
 from lowtide.tiers.arena import Arena
+from lowtide.torch_internals import at_end_of_backward, backward_under_way, is_tracing, mark_changed
 
 _log = logging.getLogger("lowtide")
 
@@ -56,11 +59,21 @@ class Engine:
         self.unit_of = {p: u for u in self.units for p in u.params}
         self.name_of = named(self.units)
         self.ledger, self.trace, self.arena = Ledger(), Trace(), Arena(device)
-        self._gathers, self._reduces = group.channel("gather"), group.channel("reduce")
-        keep = {"group": group, "ledger": self.ledger, "trace": self.trace}
-        self.residency = Residency(self.units, channel=self._gathers, arena=self.arena, keep=1, **keep)
-        self.grads = Grads(self.units, stage=config.stage, channel=self._reduces, owner=self, **keep)
-        self.buffers = Buffers(model, group, self._gathers)
+        self.gathers, self.reductions = group.channel("gather"), group.channel("reduce")
+        weakref.finalize(self, group.close)  # threads would keep a dropped model's group alive
+        self.residency = Residency(
+            self.units, group=group, channel=self.gathers, arena=self.arena, ledger=self.ledger, trace=self.trace, keep=1
+        )
+        self.grads = Grads(
+            self.units,
+            stage=config.stage,
+            group=group,
+            channel=self.reductions,
+            owner=self,
+            ledger=self.ledger,
+            trace=self.trace,
+        )
+        self.buffers = Buffers(model, group, self.gathers)
         self.scale = LossScale(config.precision.scale)
         self.update = Update(config=config, group=group, residency=self.residency, grads=self.grads, ledger=self.ledger)
         self.skipped_steps = 0
@@ -83,17 +96,26 @@ class Engine:
             self.buffers.send()
 
     @property
-    def reduces(self) -> bool:
+    def handles_gradients(self) -> bool:
         """Whether gradients pass through us at all: on one rank, whole and in one dtype, they are autograd's own."""
         mixed = any(d.gradient is not d.param for u in self.units for d in u.dtypes)
         return self.group.size > 1 or self.config.stage.gradients or mixed or self.scale.used
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether the optimizer sees any parameter in pieces."""
+        if not self.config.stage.optimizer:
+            return False
+        layouts = [u.layout for u in self.units]
+        pieces = [(la.piece(i, r), p.numel) for la in layouts for i, p in enumerate(la.params) for r in range(la.ranks)]
+        return any(lo < hi and (lo, hi) != (0, numel) for (lo, hi), numel in pieces)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def enter_model(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The model's forward begins."""
         self.check()
-        if torch._C._current_graph_task_id() == -1 and self._depth == 0:
+        if backward_under_way() is None and self._depth == 0:
             self._reset_after_failure()
             self._forward_order.restart()
             self.buffers.before_forward()
@@ -109,7 +131,7 @@ class Engine:
     def leave_model(self, output: Any) -> Any:
         """The model's forward is over, with a result or an exception."""
         self._depth -= 1
-        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+        if self._depth == 0 and backward_under_way() is None:
             self.buffers.after_forward(sync=self.grads.sync)
             self._release_demanded()
         if not torch.is_grad_enabled():
@@ -137,7 +159,7 @@ class Engine:
             for unit in pinned:
                 self.residency.unpin(unit)
             raise
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = backward_under_way() is not None
         order = self._backward_order if in_backward else self._forward_order
         for unit in units:
             if order.observe(unit):
@@ -149,20 +171,20 @@ class Engine:
         self._depth -= 1
         for unit in units:
             self.residency.unpin(unit)
-        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+        if self._depth == 0 and backward_under_way() is None:
             self._release_demanded()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _in_backward(self) -> bool:
         """Whether a backward pass is under way here; its end is awaited from the first time this is asked."""
-        task = torch._C._current_graph_task_id()
-        if task == -1:
+        task = backward_under_way()
+        if task is None:
             return False
         if self._task is None:
             self._task = task
             self._backward_order.restart()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
+            at_end_of_backward(self._end_backward)
         return True
 
     def _needed_in_backward(self, unit: Unit) -> None:
@@ -234,7 +256,7 @@ class Engine:
     def _verdict(self) -> Verdict:
         """Whether every gradient on every rank is finite."""
         mine = next((p.key for p in self.update.grad_pieces() if not _all_finite(p.values)), -1)
-        notes = self._reduces.run(Label("verdict", -1, "finite gradients"), lambda _, notes: notes, struct.pack("<q", mine))
+        notes = self.reductions.run(Label("verdict", -1, "finite gradients"), lambda _, notes: notes, struct.pack("<q", mine))
         bad = [key for (key,) in (struct.unpack("<q", n) for n in notes) if key >= 0]
         return Verdict(min(bad) if bad else None)
 
@@ -242,7 +264,8 @@ class Engine:
         self.skipped_steps += 1
         record = next(r for r in self.grads.by_param.values() if r.key == key)
         if self.group.rank == 0:
-            _log.warning("step skipped: the gradient of %r is not finite (%d skipped so far)", self.name_of[record.param], self.skipped_steps)
+            name = self.name_of[record.param]
+            _log.warning("step skipped: the gradient of %r is not finite (%d skipped so far)", name, self.skipped_steps)
 
     def _publish(self) -> None:
         """Parameters have new values: everybody's whole copies follow, graphs on the old ones are stale."""
@@ -252,8 +275,7 @@ class Engine:
                 ticket.wait()
         for unit in self.units:
             unit.version += 1
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version(list(self.unit_of))
+        mark_changed(self.unit_of)
 
     def parameters_written(self, units: Iterable[Unit]) -> None:
         """Parameter values came from outside (load_state_dict, gathered(write=True))."""
@@ -280,9 +302,9 @@ class Engine:
             here = self.group.shard.rank
             whole[cuts[here] : cuts[here + 1]].copy_(mine.view(torch.uint8))
             wire.shard.gather(whole, cuts)
-            return [whole[a:b].view(torch.float64) for a, b in zip(cuts, cuts[1:], strict=False)]
+            return [whole[a:b].view(torch.float64) for a, b in itertools.pairwise(cuts)]
 
-        return self._reduces.run(Label("norm", -1, "norms of gradients"), work, struct.pack("<q", mine.numel()))
+        return self.reductions.run(Label("norm", -1, "norms of gradients"), work, struct.pack("<q", mine.numel()))
 
     def norm_of(self, grad: ShardedGrad, order: float) -> float:
         if order not in self._norm_cache:  # torch asks for one norm at a time; one exchange answers for all
@@ -290,7 +312,7 @@ class Engine:
         return self._norm_cache[order].get(grad.key, 0.0)
 
     def any_rank(self, flag: bool) -> bool:  # noqa: FBT001
-        notes = self._reduces.run(Label("flag", -1, "a flag"), lambda _, notes: notes, bytes([flag]))
+        notes = self.reductions.run(Label("flag", -1, "a flag"), lambda _, notes: notes, bytes([flag]))
         return any(n[0] for n in notes)
 
     def grads_changed(self) -> None:
@@ -315,7 +337,7 @@ class Engine:
         here = self.group.shard.rank
         whole.view(torch.uint8)[cuts[here] : cuts[here + 1]].copy_(piece.contiguous().view(torch.uint8))
         label = Label("gather", record.unit.index, f"{what} of {record.unit.names[index]}")
-        self._gathers.run(label, lambda wire, _: wire.shard.gather(whole.view(torch.uint8), cuts))
+        self.gathers.run(label, lambda wire, _: wire.shard.gather(whole.view(torch.uint8), cuts))
         return whole
 
     # -- evicted parameters -------------------------------------------------------------------------------------------
@@ -325,6 +347,8 @@ class Engine:
         if self._touch is not None:
             return self._touch(param, function, args, kwargs)
         unit = self.unit_of[param]
+        if is_tracing():
+            raise errors.Refused(errors.NO_WHOLE_COMPILE)
         if self._depth == 0 and not self._in_backward():
             raise errors.Evicted(self.name_of[param], unit.name, getattr(function, "__name__", str(function)))
         self.check()
@@ -374,4 +398,3 @@ class Engine:
 def _all_finite(values: Tensor) -> bool:
     """A sum is one pass without a temporary; only if it is not finite is each element looked at."""
     return not values.is_floating_point() or bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
-

@@ -1,7 +1,8 @@
 """A parameter whose values are elsewhere: it keeps its identity and metadata, and cannot be used by mistake.
 
-An ordinary placeholder is not enough: fused optimizers ignore stride 0, ``zero_`` and ``fill_`` succeed, integers read 0. So the
-class of an evicted parameter is swapped for one whose ``__torch_function__`` answers metadata and asks the owner for all else.
+An ordinary placeholder is not enough: fused optimizers ignore stride 0, ``zero_`` and ``fill_`` succeed, integers read 0.
+So the class of an evicted parameter is swapped for one whose ``__torch_function__`` answers metadata and asks the owner for
+all else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.errors import Refused
+from lowtide.torch_internals import without_torch_function
 
 _T = Tensor
 _METADATA: frozenset[Any] = frozenset(
@@ -69,7 +71,7 @@ class EvictedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         param = _first_evicted((args, tuple(kwargs.values())))
         owner = owner_of(param) if param is not None else None

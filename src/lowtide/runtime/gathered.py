@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -13,7 +13,7 @@ from lowtide.runtime.unit import Unit
 
 
 @contextmanager
-def gathered(engine: Engine, params: Sequence[nn.Parameter], *, write: bool) -> Iterator[None]:
+def gathered(engine: Engine, params: Sequence[nn.Parameter], *, write: bool) -> Generator[None]:
     """Pin the units of ``params``; on leaving, make rank 0's values everybody's if ``write``."""
     engine.check()
     units = sorted({engine.unit_of[p] for p in params}, key=lambda u: u.index)

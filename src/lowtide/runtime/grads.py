@@ -1,12 +1,14 @@
 """Local gradients in, reduced gradients out.
 
 Autograd leaves a whole local gradient in ``param.grad``. When a unit's gradients are all there, they are multiplied by 1/W,
-exchanged, added along one fixed tree over rank numbers (whatever the stage or transport) and stored: this rank's piece where the stage
-shards gradients, else the whole. ``param.grad`` then shows the stored gradient. A further backward is reduced the same way
-and added to what is stored. [Note: param.grad is the truth]: a caller who sets it to None has dropped the stored gradient.
+exchanged, added along one fixed tree over rank numbers (whatever the stage or transport) and stored: this rank's piece
+where the stage shards gradients, else the whole. ``param.grad`` then shows the stored gradient. A further backward is
+reduced the same way and added to what is stored. [Note: param.grad is the truth]: a caller who sets it to None has dropped
+the stored gradient.
 
-Units are reduced in one order on all ranks, so that ranks whose graphs differ still meet: what a rank does not reach is sent at the
-end of its backward, as "nothing here". A parameter with a gradient on no rank gets none; with one on some, the others count as zero.
+Units are reduced in one order on all ranks, so that ranks whose graphs differ still meet: what a rank does not reach is
+sent at the end of its backward, as "nothing here". A parameter with a gradient on no rank gets none; with one on some, the
+others count as zero.
 """
 
 from __future__ import annotations
@@ -64,12 +66,29 @@ class Grads:
     """Collects, reduces and stores gradients."""
 
     def __init__(
-        self, units: Sequence[Unit], *, stage: Stage, group: Group, channel: Channel, owner: GradOwner, ledger: Ledger, trace: Trace
+        self,
+        units: Sequence[Unit],
+        *,
+        stage: Stage,
+        group: Group,
+        channel: Channel,
+        owner: GradOwner,
+        ledger: Ledger,
+        trace: Trace,
     ) -> None:
-        self._stage, self._group, self._channel, self._owner, self._ledger, self._trace = stage, group, channel, owner, ledger, trace
+        self._stage, self._group, self._channel, self._owner, self._ledger, self._trace = (
+            stage,
+            group,
+            channel,
+            owner,
+            ledger,
+            trace,
+        )
         self._scratch = _Scratch(ledger)
         keys = iter(range(sum(len(u.params) for u in units)))
-        self.records: dict[Unit, list[GradRecord]] = {u: [GradRecord(u, i, next(keys)) for i in range(len(u.params))] for u in units}
+        self.records: dict[Unit, list[GradRecord]] = {
+            u: [GradRecord(u, i, next(keys)) for i in range(len(u.params))] for u in units
+        }
         self.by_param: dict[nn.Parameter, GradRecord] = {r.param: r for rs in self.records.values() for r in rs}
         self.sync = True
         self.scale = 1.0
@@ -185,7 +204,9 @@ class Grads:
         label = Label("reduce", unit.index, unit.name)
         self._tickets[unit] = self._channel.submit(label, self._reduction(unit, locals_, add), note)
 
-    def _reduction(self, unit: Unit, locals_: list[Tensor | None], add: list[bool]) -> Callable[[Wire, list[bytes]], list[bool]]:
+    def _reduction(
+        self, unit: Unit, locals_: list[Tensor | None], add: list[bool]
+    ) -> Callable[[Wire, list[bytes]], list[bool]]:
         def work(wire: Wire, notes: list[bytes]) -> list[bool]:
             count = len(locals_)
             union = [any(note[i // 8] >> (i % 8) & 1 for note in notes) for i in range(count)]
@@ -197,8 +218,10 @@ class Grads:
 
         return work
 
-    def _sum(self, wire: Wire, unit: Unit, chosen: list[int], dtype: torch.dtype, locals_: list[Tensor | None]) -> tuple[Tensor, list[int]]:
-        """The sum over all ranks of this rank's pieces of ``chosen``, one after another; and how many elements each rank's has."""
+    def _sum(
+        self, wire: Wire, unit: Unit, chosen: list[int], dtype: torch.dtype, locals_: list[Tensor | None]
+    ) -> tuple[Tensor, list[int]]:
+        """The sum over all ranks of this rank's pieces of ``chosen``, one after another, and the numel of each rank's."""
         ranks, layout = wire.shard.size, unit.layout
         parts = [sum(hi - lo for lo, hi in (layout.piece(i, rank) for i in chosen)) for rank in range(ranks)]
         device = unit.params[0].device
@@ -263,7 +286,7 @@ class Grads:
             self._ledger.add("gradients", record.store.nbytes)
             if self._stage.gradients or dtype.gradient is not dtype.param:
                 like = torch.empty((), dtype=dtype.param, device=record.param.device).expand(param.shape)
-                record.shown = ShardedGrad(
+                record.shown = ShardedGrad.make(
                     like, stride=param.stride, piece=record.store, key=record.key, name=unit.names[index], owner=self._owner
                 )
             else:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide.errors import Refused
+from lowtide.errors import NO_WHOLE_COMPILE, Refused
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.grads import GradRecord
 from lowtide.spec.units import needs
-
-_NO_COMPILE = (
-    "torch.compile of a whole sharded model is not possible: parameters come and go between its units. "
-    "Compile each block instead: `for block in model.blocks: block.compile()` before lowtide.shard."
-)
+from lowtide.torch_internals import never_compiled
 
 
 class _Call:
@@ -48,7 +44,7 @@ def install(engine: Engine) -> None:
 
 def hook_new_parameters(engine: Engine) -> None:
     """Hook parameters that need gradients and have no hooks yet: those of the start, and those unfrozen later."""
-    if not engine.reduces:
+    if not engine.handles_gradients:
         return
     for record in engine.grads.by_param.values():
         if record.param.requires_grad and not record.hooked:
@@ -56,14 +52,8 @@ def hook_new_parameters(engine: Engine) -> None:
 
 
 def _hook_parameter(engine: Engine, record: GradRecord) -> None:
-    def before(grad: Tensor) -> None:
-        engine.grad_arriving(record, grad)
-
-    def after(_: Tensor) -> None:
-        engine.grad_arrived(record)
-
-    record.param.register_hook(before)
-    record.param.register_post_accumulate_grad_hook(after)
+    record.param.register_hook(lambda grad: engine.grad_arriving(record, grad))
+    record.param.register_post_accumulate_grad_hook(lambda _: engine.grad_arrived(record))
     record.hooked = True
 
 
@@ -72,7 +62,7 @@ def _hook_model(engine: Engine) -> None:
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if torch.compiler.is_compiling():
-            raise Refused(_NO_COMPILE)
+            raise Refused(NO_WHOLE_COMPILE)
         calls.append(_Call())
         hook_new_parameters(engine)
         inputs = engine.enter_model(args, kwargs)
@@ -91,13 +81,13 @@ def _hook_unit_module(engine: Engine, module: nn.Module, hosts: set[nn.Module]) 
     units = sorted({engine.unit_of[p] for p in reached}, key=lambda u: u.index)
     calls: list[_Call] = []
 
-    @torch._dynamo.disable  # pyright: ignore
+    @never_compiled
     def before(module: nn.Module, args: Any) -> None:
         calls.append(_Call())
         engine.before_forward(units)
         calls[-1].begin(engine)
 
-    @torch._dynamo.disable  # pyright: ignore
+    @never_compiled
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if calls.pop().end(engine):
             engine.after_forward(units)

@@ -5,7 +5,7 @@ The model stays the same object; its class becomes a subclass of its own class, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +22,12 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 class ShardedModule(nn.Module):
     """Methods that take precedence over the model's own."""
 
-    _lowtide: Engine
+    lowtide_engine: Engine
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         """Backward passes inside keep whole local gradients; the next one outside reduces their sum, as in DDP."""
-        grads = self._lowtide.grads
+        grads = self.lowtide_engine.grads
         before, grads.sync = grads.sync, False
         try:
             yield
@@ -35,8 +35,8 @@ class ShardedModule(nn.Module):
             grads.sync = before
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Plain names and tensors. Where parameters are sharded: all of them on rank 0, none on others; every rank must call it."""
-        engine = self._lowtide
+        """Plain names and tensors. Where parameters are sharded, all on rank 0 and none on others: every rank must call it."""
+        engine = self.lowtide_engine
         engine.check()
         if not engine.config.stage.parameters:
             return super().state_dict(*args, **kwargs)
@@ -46,9 +46,14 @@ class ShardedModule(nn.Module):
             out.clear()
         return out
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002
+    def load_state_dict(  # torch's own signature
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,  # noqa: FBT001, FBT002
+        assign: bool = False,  # noqa: FBT001, FBT002
+    ) -> Any:
         """As in PyTorch; every rank gives the whole state_dict and keeps its shard."""
-        engine = self._lowtide
+        engine = self.lowtide_engine
         if assign:
             raise Refused("load_state_dict(assign=True) would replace sharded parameters; leave assign out to copy the values.")
         with _loading(engine):
@@ -59,7 +64,7 @@ class ShardedModule(nn.Module):
         return result
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
-        device = self._lowtide.arena.device
+        device = self.lowtide_engine.arena.device
         probe = torch.empty(0, device=device)
         moved = fn(probe)
         if moved.dtype is probe.dtype and moved.device == probe.device:
@@ -83,11 +88,11 @@ def make_sharded(model: nn.Module, engine: Engine) -> None:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         _classes[cls] = type(cls.__name__, (ShardedModule, cls), names)
     model.__class__ = _classes[cls]
-    object.__setattr__(model, "_lowtide", engine)
+    object.__setattr__(model, "lowtide_engine", engine)
 
 
 @contextmanager
-def _saving(engine: Engine) -> Iterator[None]:
+def _saving(engine: Engine) -> Generator[None]:
     """``param.detach()`` gathers the unit and answers with a copy on rank 0; the rest of state_dict is torch's own."""
     current: list[Unit] = []
 
@@ -110,7 +115,7 @@ def _saving(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def _loading(engine: Engine) -> Iterator[None]:
+def _loading(engine: Engine) -> Generator[None]:
     """``param.copy_(value)`` writes this rank's piece of the value."""
 
     def touch(param: nn.Parameter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

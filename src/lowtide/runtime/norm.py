@@ -1,10 +1,11 @@
 """Norms that do not depend on where a gradient is cut.
 
-[Note: the same norm for every partition] A sum in floating point depends on its order, so the norm of a sharded gradient would
-differ in its last bits from one stage or world size to another, and clipping would carry that into the weights. Here the order is fixed:
-blocks of 64 elements from a parameter's own start (cuts fall between them) are added by halves in fp64, 4096 blocks make a
-segment, added by halves too; adding a zero changes nothing, so a segment that is cut between ranks is the sum of their two halves,
-each padded with zeros; segments are added exactly (``math.fsum``). Every element takes part in the same additions whoever holds it.
+[Note: the same norm for every partition] A sum in floating point depends on its order, so the norm of a sharded gradient
+would differ in its last bits from one stage or world size to another, and clipping would carry that into the weights. Here
+the order is fixed: blocks of 64 elements from a parameter's own start (cuts fall between them) are added by halves in fp64,
+4096 blocks make a segment, added by halves too; adding a zero changes nothing, so a segment that is cut between ranks is
+the sum of their two halves, each padded with zeros; segments are added exactly (``math.fsum``). Every element takes part in
+the same additions whoever holds it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def exact_sum(values: Sequence[float]) -> float:
 
 def _largest(pieces: Iterable[GradPiece], combine: Combine) -> dict[int, float]:
     mine = [(float(p.key), float(p.values.abs().max())) for p in pieces if p.values.numel()]
-    rows = [row for message in combine(torch.tensor(mine, dtype=torch.float64).flatten()) for row in message.view(-1, 2).tolist()]
+    rows = [
+        row for message in combine(torch.tensor(mine, dtype=torch.float64).flatten()) for row in message.view(-1, 2).tolist()
+    ]
     out: dict[int, float] = {}
     for key, value in rows:
         known = out.get(int(key), 0.0)

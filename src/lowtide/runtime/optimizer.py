@@ -1,6 +1,7 @@
 """What ``optimizer`` gains: a step on shards, whole state_dicts, and the check of new parameters.
 
-The optimizer stays the same object, so that schedulers made before or after keep working; its class becomes a subclass of its own.
+The optimizer stays the same object, so that schedulers made before or after keep working; its class becomes a subclass of
+its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from lowtide.comm.channel import Label
 from lowtide.config import Config
 from lowtide.errors import ArgumentError, Refused
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.probe import needs_closure, plain_step, why_not_elementwise
+from lowtide.runtime.probe import needs_closure, why_not_elementwise
+from lowtide.runtime.unit import flat_view
 
 _classes: dict[type[Optimizer], type[Optimizer]] = {}
 
@@ -25,8 +27,8 @@ _classes: dict[type[Optimizer], type[Optimizer]] = {}
 class ShardedOptimizer(Optimizer):
     """Methods that take precedence over the optimizer's own."""
 
-    _lowtide: Engine
-    _plain: type[Optimizer]
+    lowtide_engine: Engine
+    plain_class: type[Optimizer]
     step_was_skipped: bool = False
     """Whether the last step changed nothing because a gradient was not finite. A scheduler should not advance then."""
 
@@ -36,42 +38,46 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.step_was_skipped = not self._lowtide.step(self)
+        self.step_was_skipped = not self.lowtide_engine.step(self)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
         """As in PyTorch, with whole tensors. Where states are sharded: on rank 0 only; every rank must call it."""
-        if not self._lowtide.config.stage.optimizer or self._lowtide.group.shard.size == 1:
+        if not self.lowtide_engine.config.stage.optimizer or self.lowtide_engine.group.shard.size == 1:
             return super().state_dict()
         return _whole_state_dict(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in PyTorch; every rank gives the whole state_dict and keeps its shard."""
-        update = self._lowtide.update
+        update = self.lowtide_engine.update
         with update.on_pieces(self):
             super().load_state_dict(state_dict)
         update.cut_state(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        _refuse_strangers(self, self._lowtide)
+        _refuse_strangers(self, self.lowtide_engine)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise Refused("the optimizer of a sharded model cannot be deep-copied; copy it before lowtide.shard.")
 
 
-def make_sharded(optimizer: Optimizer, engine: Engine) -> None:
-    """Give ``optimizer`` the methods above."""
+def refuse(optimizer: Optimizer, engine: Engine) -> None:
+    """Raise if this optimizer cannot update this model's shards. Changes nothing."""
     _refuse_strangers(optimizer, engine)
     _refuse_whole_matrix(optimizer, engine, engine.config)
+
+
+def make_sharded(optimizer: Optimizer, engine: Engine) -> None:
+    """Give ``optimizer`` the methods above."""
     cls = type(optimizer)
     if cls not in _classes:
-        names = {"_plain": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        names = {"plain_class": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         _classes[cls] = type(cls.__name__, (ShardedOptimizer, cls), names)
     optimizer.__class__ = _classes[cls]
-    optimizer._lowtide = engine  # type: ignore[attr-defined]
+    optimizer.lowtide_engine = engine  # pyright: ignore[reportAttributeAccessIssue]
     if "step" in optimizer.__dict__:
         _rewrap_for_scheduler(optimizer)
     engine.update.cut_state(optimizer)
@@ -94,16 +100,18 @@ def _refuse_strangers(optimizer: Optimizer, engine: Engine) -> None:
     strangers = sum(p not in engine.unit_of for group in optimizer.param_groups for p in group["params"])
     if strangers:
         raise ArgumentError(
-            f"the optimizer has {strangers} parameters that are not in the model. Give lowtide.shard a module that contains all of "
-            f"them, or make one optimizer per model."
+            f"the optimizer has {strangers} parameters that are not in the model. "
+            f"Give lowtide.shard a module that contains all of them, or make one optimizer per model."
         )
 
 
 def _refuse_whole_matrix(optimizer: Optimizer, engine: Engine, config: Config) -> None:
     name = type(optimizer).__name__
     if needs_closure(type(optimizer)):
-        raise Refused(f"{name} evaluates the model inside its step; sharded models need an optimizer whose step takes no closure.")
-    if not engine.update.any_cut():
+        raise Refused(
+            f"{name} evaluates the model inside its step; sharded models need an optimizer whose step takes no closure."
+        )
+    if not engine.cuts_parameters:
         return
     dtype = next((u.dtypes[0].master for u in engine.units if u.dtypes), torch.float32)
     reason = why_not_elementwise(optimizer, dtype, config.partition.by)
@@ -115,10 +123,10 @@ def _refuse_whole_matrix(optimizer: Optimizer, engine: Engine, config: Config) -
 
 
 def _whole_state_dict(optimizer: ShardedOptimizer, local: dict[str, Any]) -> dict[str, Any]:
-    engine = optimizer._lowtide
+    engine = optimizer.lowtide_engine
     params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
     mine = {index: {k: _describe(v, params[int(index)], engine) for k, v in s.items()} for index, s in local["state"].items()}
-    notes = engine._reduces.run(Label("state", -1, "optimizer states"), lambda _, n: n, _padded(json.dumps(mine), engine))
+    notes = engine.reductions.run(Label("state", -1, "optimizer states"), lambda _, n: n, _padded(json.dumps(mine), engine))
     known: dict[str, dict[str, Any]] = {}
     for note in notes:
         for index, entry in json.loads(note.rstrip(b"\0")).items():
@@ -132,17 +140,16 @@ def _whole_state_dict(optimizer: ShardedOptimizer, local: dict[str, Any]) -> dic
         for key, (kind, dtype, value) in known[index].items():
             if kind == "piece":
                 here = local["state"].get(int(index), {}).get(key)
-                here = torch.empty(0, dtype=getattr(torch, dtype)) if here is None else flat_view_of(here, spec.stride)
+                here = torch.empty(0, dtype=getattr(torch, dtype)) if here is None else _flat(here, spec.stride)
                 row[key] = engine.gather_flat(piece.record, here, f"{key}").as_strided(spec.shape, spec.stride)
             else:
                 row[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "scalar" else value
     return {**local, "state": state if engine.group.rank == 0 else {}}
 
 
-def flat_view_of(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    from lowtide.runtime.unit import flat_view
-
-    return flat_view(tensor, stride if tensor.dim() == len(stride) else (1,))
+def _flat(state: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A state of a whole parameter is shaped like it, one of a cut parameter is flat already."""
+    return flat_view(state, stride if state.dim() == len(stride) else (1,))
 
 
 def _describe(value: Any, param: nn.Parameter, engine: Engine) -> tuple[str, str, Any]:
@@ -157,9 +164,6 @@ def _describe(value: Any, param: nn.Parameter, engine: Engine) -> tuple[str, str
 def _padded(text: str, engine: Engine) -> bytes:
     """Notes have one length on all ranks: agree on the longest first."""
     raw = text.encode()
-    lengths = engine._reduces.run(Label("length", -1, "optimizer states"), lambda _, n: n, len(raw).to_bytes(8, "little"))
+    lengths = engine.reductions.run(Label("length", -1, "optimizer states"), lambda _, n: n, len(raw).to_bytes(8, "little"))
     longest = max(int.from_bytes(n, "little") for n in lengths)
     return raw.ljust(longest, b"\0")
-
-
-__all__ = ["ShardedOptimizer", "make_sharded", "plain_step"]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lowtide.torch_internals import clear_step_hooks
 
 # 24 rows of 32; the cut falls after 10 rows = 320 elements, a multiple of 64.
 _SHAPE, _ROWS, _CUT = (24, 32), 10, 320
@@ -25,8 +27,9 @@ def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 def needs_closure(cls: type[Optimizer]) -> bool:
     """Whether the optimizer evaluates the model inside its step, as LBFGS does."""
-    parameters = list(inspect.signature(plain_step(cls)).parameters.values())
-    return len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty and parameters[1].kind is not inspect.Parameter.VAR_POSITIONAL
+    _, *parameters = inspect.signature(plain_step(cls)).parameters.values()
+    ordinary = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.default is inspect.Parameter.empty and p.kind in ordinary for p in parameters)
 
 
 def why_not_elementwise(optimizer: Optimizer, dtype: torch.dtype, by: str) -> str | None:
@@ -57,8 +60,7 @@ def _train(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gr
     params = [nn.Parameter(v) for v in values]
     trial.state = defaultdict(dict)
     trial.param_groups = [{**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": params}]
-    trial._optimizer_step_pre_hooks = OrderedDict()
-    trial._optimizer_step_post_hooks = OrderedDict()
+    clear_step_hooks(trial)
     step = plain_step(type(optimizer))
     for row in grads:
         for param, grad in zip(params, row, strict=True):

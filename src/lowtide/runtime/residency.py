@@ -1,7 +1,7 @@
 """Whole or not: where the values of a unit are, and the only code that assigns ``param.data``.
 
-A unit's *home* holds this rank's shard, or all of it where parameters are not sharded (or there is one rank). A unit that is needed
-whole is gathered into a block of the arena, unless its home is the whole already: then gathering is free.
+A unit's *home* holds this rank's shard, or all of it where parameters are not sharded (or there is one rank). A unit that
+is needed whole is gathered into a block of the arena, unless its home is the whole already: then gathering is free.
 
 States of a unit, and what occupies memory in each:
   HOME       the home only
@@ -86,9 +86,7 @@ class Residency:
 
         self._channel.run(Label("start", unit.index, unit.name), send)
         block = self._arena.take(layout.nbytes)
-        for view, value, spec in zip(unit.views(block.tensor), values, layout.params, strict=True):
-            view.copy_(value.as_strided(spec.shape, spec.stride))
-        del view
+        _fill(unit.views(block.tensor), values)
         covers = (0, layout.nbytes) if resident else (layout.cuts[rank], layout.cuts[rank + 1])
         home = block
         if covers != (0, layout.nbytes):
@@ -208,7 +206,8 @@ class Residency:
             return None
         home = place.home.tensor
         return self._channel.submit(
-            Label("publish", unit.index, unit.name), lambda wire, _: wire.shard.gather(home[: unit.layout.nbytes], unit.layout.cuts)
+            Label("publish", unit.index, unit.name),
+            lambda wire, _: wire.shard.gather(home[: unit.layout.nbytes], unit.layout.cuts),
         )
 
     def write_back(self, unit: Unit) -> None:
@@ -275,6 +274,11 @@ class Residency:
             self._ledger.remove("slots", block.nbytes)
             self._arena.give(block)
             self._trace("drop", unit.name)
+
+
+def _fill(views: Sequence[Tensor], flat_values: Sequence[Tensor]) -> None:
+    for view, value in zip(views, flat_values, strict=True):
+        view.copy_(value.as_strided(view.shape, view.stride()))
 
 
 def _gather(unit: Unit, whole: Tensor, home: Tensor, covers: tuple[int, int]) -> Callable[[Wire, list[bytes]], None]:

@@ -1,9 +1,9 @@
 """Saved-tensor hooks: a view of a parameter is kept as a recipe, not as a tensor.
 
-[Note: autograd keeps views of parameters] ``F.linear`` saves ``weight.t()``, which shares the weight's memory, so releasing a unit would
-free nothing. While a unit computes, a saved tensor that lies in the unit's block is packed as (unit, offset, shape, stride,
-version), and unpacking gathers the unit on demand and checks the version. Other saved tensors go to whatever hooks were open
-before (a caller's checkpointing, for instance), as if ours were not there.
+[Note: autograd keeps views of parameters] ``F.linear`` saves ``weight.t()``, which shares the weight's memory, so releasing
+a unit would free nothing. While a unit computes, a saved tensor that lies in the unit's block is packed as (unit, offset,
+shape, stride, version), and unpacking gathers the unit on demand and checks the version. Other saved tensors go to whatever
+hooks were open before (a caller's checkpointing, for instance), as if ours were not there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowtide.errors import StaleGraph
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Unit
+from lowtide.torch_internals import innermost_saved_tensor_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,15 @@ class SavedViews:
 
     def open(self) -> saved_tensors_hooks | None:
         """Open the hooks, unless ours are the innermost already."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        outer = innermost_saved_tensor_hooks()
         if outer is not None and outer[0] in self._pack_functions:
             return None
 
         def pack(tensor: Tensor) -> Any:
             unit = self._residency.unit_at(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
             if unit is not None:
-                place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.is_conj())
-                return _Recipe(unit, unit.version, tensor.dtype, *place)
+                offset = int(tensor.storage_offset())
+                return _Recipe(unit, unit.version, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.is_conj())
             return _Outer(outer[0](tensor), outer[1]) if outer is not None else tensor
 
         self._pack_functions.add(pack)
@@ -83,5 +84,6 @@ class SavedViews:
         with torch.no_grad():
             storage = self._residency.whole(unit).untyped_storage()
             view = torch.empty(0, dtype=packed.dtype, device=storage.device)
-            view.set_(storage, packed.offset, packed.shape, packed.stride)  # pyright: ignore[reportArgumentType]
+            place: Any = (storage, packed.offset, packed.shape, packed.stride)
+            view.set_(*place)
             return view.conj() if packed.conjugate else view

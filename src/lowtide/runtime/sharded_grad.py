@@ -1,8 +1,8 @@
 """A gradient that is stored as shards: what ``param.grad`` shows at the stages that shard gradients.
 
-It has the parameter's shape and dtype and forwards what training loops do with gradients (norm, scaling, unscaling, clamping, zeroing)
-to the piece on this rank, with the global result, so that ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` are
-right. Everything else raises: a whole gradient does not exist anywhere.
+It has the parameter's shape and dtype and forwards what training loops do with gradients (norm, scaling, unscaling,
+clamping, zeroing) to the piece on this rank, with the global result, so that ``torch.nn.utils.clip_grad_norm_`` and
+``torch.amp.GradScaler`` are right. Everything else raises: a whole gradient does not exist anywhere.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import GradientElsewhere
+from lowtide.torch_internals import IGNORE_TORCH_FUNCTION, wrapper_tensor
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 class GradOwner(Protocol):
@@ -38,11 +39,10 @@ class ShardedGrad(torch.Tensor):
     parameter: str
     owner: GradOwner
 
-    @staticmethod
-    def __new__(cls, like: Tensor, *, stride: Sequence[int], piece: Tensor, key: int, name: str, owner: GradOwner) -> ShardedGrad:
-        self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            cls, like.shape, strides=tuple(stride), dtype=like.dtype, device=like.device
-        )
+    @classmethod
+    def make(cls, like: Tensor, *, stride: Sequence[int], piece: Tensor, key: int, name: str, owner: GradOwner) -> ShardedGrad:
+        """A gradient shaped like ``like``, of which ``piece`` is here."""
+        self: ShardedGrad = wrapper_tensor(cls, like, tuple(stride))
         self.piece, self.key, self.parameter, self.owner = piece, key, name, owner
         return self
 
@@ -51,9 +51,10 @@ class ShardedGrad(torch.Tensor):
         return self.owner.whole_of(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ShardedGrad({self.parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype}, here={self.piece.numel()} elements)"
+        here = f"{self.piece.numel()} of {self.numel()} elements here"
+        return f"ShardedGrad({self.parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype}, {here})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAttributeAccessIssue]
+    __torch_function__ = IGNORE_TORCH_FUNCTION
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +104,14 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _norm_each(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    return [_vector_norm(func, (g, *args[1:]), kwargs) if isinstance(g, ShardedGrad) else func([g], *args[1:], **kwargs)[0] for g in args[0]]
+    def one(grad: Tensor) -> Tensor:
+        return (
+            _vector_norm(func, (grad, *args[1:]), kwargs)
+            if isinstance(grad, ShardedGrad)
+            else func([grad], *args[1:], **kwargs)[0]
+        )
+
+    return [one(g) for g in args[0]]
 
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:

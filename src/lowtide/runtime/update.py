@@ -1,12 +1,13 @@
 """The caller's optimizer, run on shards: the only writer of optimizer state and of the bytes parameters are made from.
 
-For the length of one step, the optimizer's ``param_groups`` list this rank's pieces and its ``state`` is keyed by them; outside a step
-both show the caller's parameters. A piece that is a whole parameter keeps its shape and strides; a cut one is flat.
+For the length of one step, the optimizer's ``param_groups`` list this rank's pieces and its ``state`` is keyed by them;
+outside a step both show the caller's parameters. A piece that is a whole parameter keeps its shape and strides; a cut one
+is flat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,10 +76,6 @@ class Update:
             if piece.low_precision is not None:
                 flat_view(piece.target, self._stride(piece)).copy_(piece.low_precision)
 
-    def any_cut(self) -> bool:
-        """Whether any parameter is divided between ranks."""
-        return any(0 < p.hi - p.lo and not p.is_whole for p in self.pieces.values())
-
     # -- gradients of this rank's part, for norm and finiteness -------------------------------------------------------
 
     def grad_pieces(self) -> list[GradPiece]:
@@ -99,7 +96,7 @@ class Update:
             for piece in pieces:
                 piece.target.grad = self._grad(piece)
                 self._widen(optimizer, piece)
-            plain_step(type(optimizer)._plain)(optimizer)  # type: ignore[attr-defined]
+            plain_step(type(optimizer).plain_class)(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
             for piece in pieces:
                 if piece.target.grad is not None and piece.low_precision is not None:
                     piece.low_precision.copy_(flat_view(piece.target, self._stride(piece)))
@@ -108,7 +105,7 @@ class Update:
             self._ledger.set("optimizer", self._master_bytes + _state_bytes(optimizer))
 
     @contextmanager
-    def on_pieces(self, optimizer: Optimizer) -> Iterator[list[Piece]]:
+    def on_pieces(self, optimizer: Optimizer) -> Generator[list[Piece]]:
         """Show the optimizer pieces instead of parameters."""
         params = [group["params"] for group in optimizer.param_groups]
         pieces = [self.pieces[p] for group in params for p in group]

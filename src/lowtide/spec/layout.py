@@ -76,9 +76,7 @@ def lay_out(params: Sequence[ParamShape], partition: Partition, ranks: int) -> U
     return UnitLayout(tuple(params), tuple(offsets), end, (*cuts, end))
 
 
-def _nearest_cut(
-    target: float, params: Sequence[ParamShape], offsets: Sequence[int], end: int, by: str, granule: int
-) -> int:
+def _nearest_cut(target: float, params: Sequence[ParamShape], offsets: Sequence[int], end: int, by: str, granule: int) -> int:
     """The allowed cut nearest to ``target`` bytes."""
     candidates = {0, end}
     for param, offset, following in zip(params, offsets, [*offsets[1:], end], strict=True):

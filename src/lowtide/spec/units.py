@@ -1,9 +1,9 @@
 """Which parameters travel together.
 
-The rule: repeated blocks (children of one class in a ModuleList, Sequential or ModuleDict) are units; what is left is split into
-the largest subtrees without blocks (an embedding, a head); parameters that sit directly on a module around blocks belong to that
-module. Neighbours below ``bucket_bytes`` are put into one unit. A wrong guess costs time, never a bit: a parameter that is
-used outside its unit's modules is gathered on demand.
+The rule: repeated blocks (children of one class in a ModuleList, Sequential or ModuleDict) are units; what is left is split
+into the largest subtrees without blocks (an embedding, a head); parameters that sit directly on a module around blocks
+belong to that module. Neighbours below ``bucket_bytes`` are put into one unit. A wrong guess costs time, never a bit: a
+parameter that is used outside its unit's modules is gathered on demand.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def find_units(model: nn.Module, choice: UnitChoice, *, bucket_bytes: int) -> li
 
 def needs(module: nn.Module, hosts: set[nn.Module]) -> set[nn.Parameter]:
     """Parameters that ``module``'s forward can reach without entering another unit's module."""
-    reached = set(module._parameters.values())
-    stack = [child for child in module.children()]
+    reached = set(module.parameters(recurse=False))
+    stack = list(module.children())
     while stack:
         child = stack.pop()
         if child in hosts:
             continue
-        reached.update(child._parameters.values())
+        reached.update(child.parameters(recurse=False))
         stack.extend(child.children())
-    return {p for p in reached if p is not None}
+    return reached
 
 
 def _nbytes(module: nn.Module) -> int:
@@ -119,8 +119,8 @@ def _chosen(model: nn.Module, choice: UnitChoice) -> set[nn.Module]:
         else:
             hits = {m for m in named.values() if isinstance(m, item)}
         if not hits:
-            some = ", ".join(n for n in list(named)[1:6])
-            raise ArgumentError(f"units={item!r} matches no module of {type(model).__name__}; its modules are named {some}, ...")
+            some = ", ".join(list(named)[1:6])
+            raise ArgumentError(f"units={item!r} matches no module of {type(model).__name__}; it has {some}, ...")
         blocks |= hits
     return _outermost(model, blocks)
 
@@ -151,7 +151,7 @@ def _walk(module: nn.Module, name: str, host: nn.Module, blocks: set[nn.Module])
         yield name, module, [(prefix + n, p) for n, p in module.named_parameters()]
         return
     host = module if called or not name else host
-    own = [(prefix + n, p) for n, p in module._parameters.items() if p is not None]
+    own = [(prefix + n, p) for n, p in module.named_parameters(recurse=False)]
     if own:
         yield name or "(root)", host, own
     for child_name, child in module.named_children():

@@ -1,7 +1,8 @@
 """Memory that is taken once and reused; the sole owner of its free list.
 
-Fresh large allocations cost ten times the work done in them (page faults), and glibc keeps or returns them as it likes. An arena
-takes anonymous private maps (huge pages advised, not inherited by forked workers), hands them out as blocks and gets them back.
+Fresh large allocations cost ten times the work done in them (page faults), and glibc keeps or returns them as it likes. An
+arena takes anonymous private maps (huge pages advised, not inherited by forked workers), hands them out as
+blocks and gets them back.
 
 [Note: a block is free when nobody holds its storage] Every block has a storage of its own, and torch counts who refers to it.
 Autograd, a checkpoint's recomputation or a caller may still hold a view of a unit that was released; such a block must not be
@@ -15,6 +16,8 @@ import mmap
 
 import torch
 from torch import Tensor
+
+from lowtide.torch_internals import storage_use_count
 
 _HUGE_PAGE = 2 << 20
 # A free block may serve a request that is this much smaller, so that units of similar size share blocks.
@@ -31,7 +34,7 @@ class Block:
         self._idle_count = self._count()
 
     def _count(self) -> int:
-        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]
+        return storage_use_count(self.tensor)
 
     @property
     def nbytes(self) -> int:

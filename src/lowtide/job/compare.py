@@ -1,0 +1,76 @@
+"""The same few steps twice, as plain PyTorch and with lowtide: one loop, one line of difference, each in fresh processes.
+
+``python -m lowtide.job.compare plain|lowtide '<options>' <file for the result>`` is one rank of one side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lowtide
+from lowtide.job.batches import SyntheticBatches
+from lowtide.job.memory import job_peak, measure_rank, rank_memory_from_json, reset_peak
+from lowtide.job.models import build_model
+from lowtide.job.options import Options, cores
+from lowtide.job.ranks import Member, gather_json, joined
+from lowtide.job.sides import Side
+
+
+def run_side(name: str, options: Options, member: Member) -> Side:
+    """Train on synthetic tokens; ``name`` is ``plain`` (PyTorch alone, DDP on several ranks) or ``lowtide``."""
+    torch.set_num_threads(options.threads or max(1, cores() // member.local_ranks))
+    torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
+    built = build_model(options)
+    model = built.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
+    forward: nn.Module = model
+    if name == "lowtide":
+        lowtide.shard(model, optimizer, stage=options.stage)
+    elif member.ranks > 1:
+        forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    torch.manual_seed(options.seed + member.rank)  # pyright: ignore[reportUnknownMemberType]
+    batches = SyntheticBatches(vocabulary=built.vocabulary, batch=options.batch, context=built.context)
+    reset_peak()
+    seconds: list[float] = []
+    losses: list[float] = []
+    for _ in range(options.steps):
+        tokens, targets = batches.draw()
+        start = time.perf_counter()
+        loss: torch.Tensor = forward(tokens, targets)
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+    memory = [rank_memory_from_json(entry) for entry in gather_json(asdict(measure_rank()), member)]
+    peaks = [rank.peak_bytes for rank in memory]
+    return Side(losses=losses, seconds=seconds, peak_bytes=job_peak(memory), rank_peaks=peaks, weights=_digest(model))
+
+
+def _digest(model: nn.Module) -> str:
+    """SHA-256 over the bytes of all parameters, in their order."""
+    digest = hashlib.sha256()
+    with lowtide.gathered(model):
+        for parameter in model.parameters():
+            digest.update(parameter.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _main(name: str, options: Options, result: Path) -> None:
+    with joined() as member:
+        side = run_side(name, options, member)
+        if member.rank == 0:
+            result.write_text(json.dumps(asdict(side)))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], Options.from_json(sys.argv[2]), Path(sys.argv[3]))

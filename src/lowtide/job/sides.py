@@ -1,0 +1,50 @@
+"""What one side of a comparison came to, and how to run it in fresh processes. No torch here: the parent stays small."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide.errors import Error
+from lowtide.job.launch import start_ranks
+from lowtide.job.options import Options
+
+
+class SideFailed(Error, RuntimeError):
+    """One side of a comparison did not run to its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A few steps of one system. Losses are rank 0's, unrounded; ``weights`` is a digest of all parameters afterwards."""
+
+    losses: list[float]
+    seconds: list[float]
+    peak_bytes: int
+    rank_peaks: list[int]
+    weights: str
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step without the first, which allocates."""
+        return statistics.median(self.seconds[1:] or self.seconds)
+
+    def same_bits(self, other: Side) -> bool:
+        return self.losses == other.losses and self.weights == other.weights
+
+
+def run_fresh(name: str, options: Options) -> Side:
+    """Run one side in processes of its own, so that its peak is its own."""
+    with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as folder:
+        result = Path(folder, "result.json")
+        command = [sys.executable, "-m", "lowtide.job.compare", name, options.to_json(), str(result)]
+        failure = start_ranks(command, options.ranks)
+        if failure is not None:
+            if failure.kind == "interrupted":
+                raise KeyboardInterrupt
+            raise SideFailed(f"{name} on {options.ranks} rank(s) failed: {failure.message}\n{failure.traceback}")
+        return Side(**json.loads(result.read_text()))

@@ -1,0 +1,82 @@
+"""Every function of PyTorch's without a public name that lowtide uses, in one place, typed.
+
+lowtide requires the torch versions it is tested with; this file is what to look at when a new one comes.
+"""
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+IGNORE_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""A ``__torch_function__`` for subclasses that work at the level of ``__torch_dispatch__`` only."""
+
+
+def storage_use_count(tensor: Tensor) -> int:
+    """How many tensors and storages refer to ``tensor``'s memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def backward_under_way() -> int | None:
+    """The number of the backward pass that runs on this thread; a nested one has a number of its own."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass under way is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def innermost_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The pack and unpack functions that would be used for a tensor saved now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Tensor subclasses behave as plain tensors inside."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def without_torch_function_modes() -> AbstractContextManager[Any]:
+    """Neither subclasses nor modes see the calls inside."""
+    return torch._C.DisableTorchFunction()
+
+
+def wrapper_tensor(cls: type[Tensor], like: Tensor, stride: tuple[int, ...]) -> Any:
+    """A tensor without memory, whose operations all go to ``cls.__torch_dispatch__``."""
+    return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=stride, dtype=like.dtype, device=like.device)
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile is looking at the code that runs now."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def is_compiled_whole(model: nn.Module) -> bool:
+    """Whether ``model`` itself, not a part of it, was given to torch.compile."""
+    return isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
+
+
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, run as it is even when called from compiled code."""
+    return torch._dynamo.disable(function)
+
+
+def clear_step_hooks(optimizer: Optimizer) -> None:
+    """Forget the hooks around an optimizer's step."""
+    optimizer._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
+    optimizer._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
+
+
+def mark_changed(tensors: Iterable[Tensor]) -> None:
+    """Autograd's version counters: graphs that saved these tensors are stale from now on."""
+    with without_torch_function():
+        torch.autograd.graph.increment_version(list(tensors))
