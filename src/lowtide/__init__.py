@@ -1,13 +1,35 @@
-"""lowtide: train PyTorch models that do not fit, with the exact bits of plain PyTorch."""
+"""lowtide: train PyTorch models that do not fit, with the exact bits of plain PyTorch.
+
+Public names are imported when they are first used, so that ``lowtide --help`` need not wait for torch.
+"""
 
 from __future__ import annotations
 
-__version__ = "0.1.0.dev0"
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from lowtide.api import clip_grad_norm_, clip_grad_value_, gathered, shard
-from lowtide.config import Activations, Comm, Partition, Precision, Update
-from lowtide.deferred import deferred
-from lowtide.errors import Error
+from lowtide.version import __version__
+
+if TYPE_CHECKING:
+    from lowtide.api import clip_grad_norm_, clip_grad_value_, gathered, load_sharded_state_dict, shard, sharded_state_dict
+    from lowtide.config import Activations, Comm, Partition, Precision, Update
+    from lowtide.deferral import deferred
+    from lowtide.errors import Error
+
+_HOMES = {
+    "lowtide.api": (
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "gathered",
+        "load_sharded_state_dict",
+        "shard",
+        "sharded_state_dict",
+    ),
+    "lowtide.config": ("Activations", "Comm", "Partition", "Precision", "Update"),
+    "lowtide.deferral": ("deferred",),
+    "lowtide.errors": ("Error",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Activations",
@@ -21,5 +43,19 @@ __all__ = [
     "clip_grad_value_",
     "deferred",
     "gathered",
+    "load_sharded_state_dict",
     "shard",
+    "sharded_state_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-import lowtide
 from lowtide.comm.agree import agree
 from lowtide.comm.group import Group
 from lowtide.config import Activations, Comm, Config, Partition, Precision, UnitChoice, Update, build_config
@@ -29,6 +28,7 @@ from lowtide.runtime.module import ShardedModule
 from lowtide.runtime.unit import dense_stride, flat_view
 from lowtide.spec.units import UnitSpec, find_units
 from lowtide.torch_internals import is_compiled_whole
+from lowtide.version import __version__
 
 M = TypeVar("M", bound=nn.Module)
 OptimizerOrNone = TypeVar("OptimizerOrNone", bound=Optimizer | None)
@@ -152,6 +152,16 @@ def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: 
         yield
 
 
+def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's part of ``model``'s state, flat, by plain name: no other rank is needed, nothing whole is made."""
+    return sharded_module.sharded_state_dict(engine_of(model))
+
+
+def load_sharded_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Load what ``sharded_state_dict`` gave, on as many ranks and with the same partition. Every rank must call it."""
+    sharded_module.load_sharded_state_dict(engine_of(model), state_dict)
+
+
 def engine_of(model: nn.Module) -> Engine:
     """The engine behind a sharded model, for reports and tests."""
     if not isinstance(model, ShardedModule):
@@ -194,7 +204,7 @@ def _refuse_model(model: nn.Module) -> None:
 
 def _facts(model: nn.Module, optimizer: Optimizer | None, specs: list[UnitSpec], config: Config) -> list[tuple[str, str]]:
     """What must be the same on every rank, in an order in which a difference is easiest to understand."""
-    facts = [("lowtide version", lowtide.__version__), ("torch version", torch.__version__), ("configuration", repr(config))]
+    facts = [("lowtide version", __version__), ("torch version", torch.__version__), ("configuration", repr(config))]
     facts += [("model", type(model).__name__)]
     for i, (name, p) in enumerate(model.named_parameters(remove_duplicate=False)):
         frozen = "" if p.requires_grad else " frozen"
@@ -239,4 +249,12 @@ def _engine_and_params(model: nn.Module | Iterable[nn.Parameter]) -> tuple[Engin
     return engine, params
 
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "engine_of", "gathered", "shard"]
+__all__ = [
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "engine_of",
+    "gathered",
+    "load_sharded_state_dict",
+    "shard",
+    "sharded_state_dict",
+]

@@ -100,7 +100,11 @@ def _watch(folder: Path, running: _Running) -> list[Failure]:
             break
         time.sleep(_POLL_SECONDS)
     _note_deaths(folder, running, deaths)
-    return [*deaths.values(), *read_reports(folder)]
+    failures = [*deaths.values(), *read_reports(folder)]
+    deaf = [rank for rank, process in enumerate(running.processes) if process.poll() is None]
+    if deaf and not failures:  # Ctrl-C came twice and they did not end
+        failures.append(_failure(deaf[0], "interrupted", "interrupted"))
+    return failures
 
 
 def _note_deaths(folder: Path, running: _Running, deaths: dict[int, Failure]) -> None:
@@ -111,15 +115,14 @@ def _note_deaths(folder: Path, running: _Running, deaths: dict[int, Failure]) ->
     for rank, code in enumerate(codes):
         if code is None or code == 0 or rank in reported or rank in deaths:
             continue
-        interrupted = code == INTERRUPTED or bool(running.signals)
-        deaths[rank] = Failure(
-            rank=rank,
-            kind="interrupted" if interrupted else "died",
-            message="interrupted" if interrupted else _how_it_died(rank, code),
-            traceback=_log_tail(folder / f"rank-{rank}.log"),
-            time=time.time(),
-            secondary=False,
-        )
+        if code == INTERRUPTED or running.signals:
+            deaths[rank] = _failure(rank, "interrupted", "interrupted")
+        else:
+            deaths[rank] = _failure(rank, "died", _how_it_died(rank, code), _log_tail(folder / f"rank-{rank}.log"))
+
+
+def _failure(rank: int, kind: str, message: str, output: str = "") -> Failure:
+    return Failure(rank=rank, kind=kind, message=message, traceback=output, time=time.time(), secondary=False)
 
 
 def _how_it_died(rank: int, code: int) -> str:

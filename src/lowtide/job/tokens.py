@@ -33,7 +33,8 @@ class ByteEncoder:
     size: int = BYTE_TOKENS
 
     def encode(self, documents: Sequence[bytes]) -> Iterable[array[int]]:
-        return (array("H", document) for document in documents)
+        # Through a view: from bytes themselves, array would take two at a time.
+        return (array("H", memoryview(document)) for document in documents)
 
 
 @dataclass(frozen=True, slots=True)

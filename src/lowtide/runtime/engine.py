@@ -382,8 +382,12 @@ class Engine:
             raise errors.Poisoned(self._poison)
         self.group.watch.raise_if_failed("the next call")
 
-    def heal(self) -> None:
-        """All parameters have been loaded anew."""
+    def after_load(self) -> None:
+        """All parameters have been loaded anew: whole copies are old, and a half-finished update is forgiven."""
+        self.residency.forget()
+        self._publish()
+        if not self.config.stage.parameters:
+            self.update.refresh_masters()
         self._poison = None
 
     def _refuse_replaced(self, unit: Unit) -> None:

@@ -3,8 +3,10 @@
 Autograd leaves a whole local gradient in ``param.grad``. When a unit's gradients are all there, they are multiplied by 1/W,
 exchanged, added along one fixed tree over rank numbers (whatever the stage or transport) and stored: this rank's piece
 where the stage shards gradients, else the whole. ``param.grad`` then shows the stored gradient. A further backward is
-reduced the same way and added to what is stored. [Note: param.grad is the truth]: a caller who sets it to None has dropped
-the stored gradient.
+reduced the same way and added to what is stored.
+
+[Note: param.grad is the truth] Whether a parameter has a gradient is what ``param.grad`` says: a caller who sets it to
+None has dropped the stored one, and the next reduction overwrites it.
 
 Units are reduced in one order on all ranks, so that ranks whose graphs differ still meet: what a rank does not reach is
 sent at the end of its backward, as "nothing here". A parameter with a gradient on no rank gets none; with one on some, the

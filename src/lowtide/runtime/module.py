@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.errors import Evicted, Refused
+from lowtide.errors import ArgumentError, DoesNotFit, Evicted, Refused
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.unit import Unit, flat_view
 
@@ -40,6 +40,7 @@ class ShardedModule(nn.Module):
         engine.check()
         if not engine.config.stage.parameters:
             return super().state_dict(*args, **kwargs)
+        _refuse_above_budget(engine)
         with _saving(engine):
             out = super().state_dict(*args, **kwargs)
         if engine.group.rank:
@@ -58,9 +59,7 @@ class ShardedModule(nn.Module):
             raise Refused("load_state_dict(assign=True) would replace sharded parameters; leave assign out to copy the values.")
         with _loading(engine):
             result = super().load_state_dict(state_dict, strict=strict)
-        engine.residency.forget()
-        engine.parameters_written(engine.units)
-        engine.heal()
+        engine.after_load()
         return result
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
@@ -95,16 +94,19 @@ def make_sharded(model: nn.Module, engine: Engine) -> None:
 def _saving(engine: Engine) -> Generator[None]:
     """``param.detach()`` gathers the unit and answers with a copy on rank 0; the rest of state_dict is torch's own."""
     current: list[Unit] = []
+    copies: dict[nn.Parameter, Tensor] = {}  # tied names share one tensor, as in a plain state_dict
 
     def touch(param: nn.Parameter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         unit = engine.unit_of[param]
         if function is not Tensor.detach:
             raise Evicted(engine.name_of[param], unit.name, getattr(function, "__name__", str(function)))
-        if current != [unit]:
-            engine.residency.forget(current)
-            current[:] = [unit]
-        view = unit.views(engine.residency.whole(unit))[unit.index_of[param]]
-        return view.detach().clone() if engine.group.rank == 0 else view.new_empty(())
+        if param not in copies:
+            if current != [unit]:
+                engine.residency.forget(current)
+                current[:] = [unit]
+            view = unit.views(engine.residency.whole(unit))[unit.index_of[param]]
+            copies[param] = view.detach().clone() if engine.group.rank == 0 else view.new_empty(())
+        return copies[param]
 
     engine.answer_touches(touch)
     try:
@@ -122,14 +124,7 @@ def _loading(engine: Engine) -> Generator[None]:
         unit = engine.unit_of[param]
         if function is not Tensor.copy_:
             raise Evicted(engine.name_of[param], unit.name, getattr(function, "__name__", str(function)))
-        index = unit.index_of[param]
-        spec, dtype = unit.layout.params[index], unit.dtypes[index].param
-        lo, hi = unit.layout.piece(index, engine.group.shard.rank)
-        home, base = engine.residency.home(unit)
-        start = unit.layout.offsets[index] + lo * spec.itemsize - base
-        if hi > lo:
-            value = flat_view(args[1].to(dtype), spec.stride)[lo:hi]
-            home[start : start + (hi - lo) * spec.itemsize].view(dtype).copy_(value)
+        _write_piece(engine, param, args[1])
         return param
 
     engine.answer_touches(touch)
@@ -137,3 +132,49 @@ def _loading(engine: Engine) -> Generator[None]:
         yield
     finally:
         engine.answer_touches(None)
+
+
+def _write_piece(engine: Engine, param: nn.Parameter, value: Tensor) -> None:
+    """Keep this rank's part of ``value`` as the parameter's, and as its master copy's before it is rounded."""
+    unit = engine.unit_of[param]
+    index, piece = unit.index_of[param], engine.update.pieces[param]
+    lo, hi = unit.layout.piece(index, engine.group.shard.rank)
+    flat = flat_view(value, unit.layout.params[index].stride)[lo:hi]
+    engine.residency.piece(unit, index, lo, hi).copy_(flat)
+    if piece.low_precision is not None:
+        flat_view(piece.target, piece.target.stride()).copy_(flat)
+
+
+def _refuse_above_budget(engine: Engine) -> None:
+    budget, needed = engine.config.memory_bytes, sum(u.layout.nbytes for u in engine.units)
+    if budget is not None and needed > budget:
+        raise DoesNotFit("host", needed, budget, "A whole state_dict is above memory=; use lowtide.sharded_state_dict(model).")
+
+
+def sharded_state_dict(engine: Engine) -> dict[str, Tensor]:
+    """This rank's part of every parameter, flat in memory order, by plain name; and the buffers. No rank waits for another."""
+    engine.check()
+    out: dict[str, Tensor] = {}
+    for unit in engine.units:
+        for index, name in enumerate(unit.names):
+            lo, hi = unit.layout.piece(index, engine.group.shard.rank)
+            out[name] = engine.residency.piece(unit, index, lo, hi).clone()
+    return {**out, **{name: buffer.detach().clone() for name, buffer in engine.model.named_buffers()}}
+
+
+def load_sharded_state_dict(engine: Engine, state: Mapping[str, Tensor]) -> None:
+    """The inverse, on the same number of ranks and with the same units and partition."""
+    mine = sharded_state_dict(engine)
+    wrong = [n for n in mine if n not in state or state[n].shape != mine[n].shape] + [n for n in state if n not in mine]
+    if wrong:
+        raise ArgumentError(
+            f"sharded state_dict: {wrong[0]!r} is missing or of another size; it was made for another partition."
+        )
+    for unit in engine.units:
+        for index, name in enumerate(unit.names):
+            lo, hi = unit.layout.piece(index, engine.group.shard.rank)
+            engine.residency.piece(unit, index, lo, hi).copy_(state[name])
+    for name, buffer in engine.model.named_buffers():
+        buffer.detach().copy_(state[name])
+    engine.update.refresh_masters()
+    engine.after_load()

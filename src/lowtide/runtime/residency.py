@@ -188,16 +188,11 @@ class Residency:
         """The unit whose whole copy lies in the storage that begins at ``address``."""
         return self._by_address.get(address)
 
-    def shard(self, unit: Unit) -> Tensor:
-        """This rank's bytes of ``unit``: the truth that updates write and gathers read."""
-        place, layout, rank = self._places[unit], unit.layout, self._group.shard.rank
-        lo, hi = layout.cuts[rank], layout.cuts[rank + 1]
-        return place.home.tensor[lo - place.covers[0] : hi - place.covers[0]]
-
-    def home(self, unit: Unit) -> tuple[Tensor, int]:
-        """The home's bytes, and which byte of the unit they begin with."""
-        place = self._places[unit]
-        return place.home.tensor[: place.covers[1] - place.covers[0]], place.covers[0]
+    def piece(self, unit: Unit, index: int, lo: int, hi: int) -> Tensor:
+        """Elements ``lo:hi`` of parameter ``index``, flat, as a view of the home, which must hold them."""
+        place, param, dtype = self._places[unit], unit.layout.params[index], unit.dtypes[index].param
+        start = unit.layout.offsets[index] + lo * param.itemsize - place.covers[0] if lo < hi else 0
+        return place.home.tensor[start : start + (hi - lo) * param.itemsize].view(dtype)
 
     def publish(self, unit: Unit) -> Ticket[None] | None:
         """After an update: bring other ranks' new shards into a home that holds the whole unit."""
@@ -247,12 +242,6 @@ class Residency:
             for param, dtype in zip(unit.params, unit.dtypes, strict=True):
                 param.data = placeholder(param.shape, dtype.param, param.device)
                 param.__class__ = EvictedParameter
-
-    def unevict_with(self, unit: Unit, tensors: Sequence[Tensor]) -> None:
-        """Give the parameters tensors of their own: the end of sharding."""
-        for param, tensor in zip(unit.params, tensors, strict=True):
-            param.__class__ = nn.Parameter
-            param.data = tensor
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -60,10 +60,7 @@ class Update:
         unit, index = record.unit, record.index
         param, dtypes = unit.layout.params[index], unit.dtypes[index]
         lo, hi = unit.layout.piece(index, self._group.shard.rank) if self._config.stage.optimizer else (0, param.numel)
-        home, base = self._residency.home(unit)
-        start = unit.layout.offsets[index] + lo * param.itemsize - base
-        flat = home[start : start + (hi - lo) * param.itemsize] if hi > lo else home[:0]
-        flat = flat.view(dtypes.param)
+        flat = self._residency.piece(unit, index, lo, hi)
         low_precision = None
         if dtypes.master is not dtypes.param:
             low_precision, flat = flat, value[lo:hi].to(dtypes.master, copy=True)

@@ -1,0 +1,25 @@
+"""``lowtide demo``, which ``make run`` starts, tells its whole story."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_story_is_told_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of a short text\n" for i in range(5000)))
+    command = [sys.executable, "-m", "lowtide", "demo", "--seconds", "1", "--data", "text.txt", "--run", "run"]
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=surroundings, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count("identical bits, lowtide and") == 2
+    assert done.stdout.count(": yes") == 2
+    for part in ("This machine", "17,037,312 parameters", "weights after it", "held-out text", "speed", "Next:"):
+        assert part in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines() if "/" not in line) <= 80
+    assert (tmp_path / "run" / "metrics.jsonl").exists()

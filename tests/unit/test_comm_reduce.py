@@ -1,0 +1,44 @@
+"""The order of additions: one binary tree over the list's indices, whatever the numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowtide.comm.reduce import tree_sum
+from lowtide.errors import ArgumentError
+
+
+def explicit(blocks: list[Tensor]) -> Tensor:
+    """Pair neighbours, carry the odd one, and do the same with what comes out."""
+    if len(blocks) == 1:
+        return blocks[0]
+    pairs = [blocks[i] + blocks[i + 1] for i in range(0, len(blocks) - 1, 2)]
+    return explicit(pairs + blocks[len(pairs) * 2 :])
+
+
+@given(
+    count=st.integers(1, 17), seed=st.integers(0, 10_000), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
+)
+def test_equals_the_explicit_recursion_bit_for_bit(count: int, seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [(torch.randn(33, generator=generator) * 10.0 ** (i % 7)).to(dtype) for i in range(count)]
+    expected = explicit([b.clone() for b in blocks])
+    result = tree_sum(blocks)
+    assert result is blocks[0]
+    assert torch.equal(result, expected)
+
+
+def test_the_tree_is_not_a_chain() -> None:
+    blocks = [torch.tensor([v]) for v in (1e8, 1.0, -1e8, 1.0)]
+    chain = ((blocks[0] + blocks[1]) + blocks[2]) + blocks[3]
+    assert tree_sum(blocks).item() == 0.0
+    assert chain.item() == 1.0
+
+
+def test_nothing_to_add_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match="at least one block"):
+        tree_sum([])
