@@ -83,6 +83,7 @@ class Plan:
     rounds: int
     steps: int
     patience: int
+    wait_seconds: float
     shape: Shape
     memory_bytes: int
 
@@ -133,6 +134,7 @@ class Group:
                 self._attempt(name, self._start)
             quiet = index = 0
             while quiet < self._plan.rounds and index < self._plan.rounds + self._plan.patience:
+                machine.wait_for_quiet(share=QUIET_SHARE, at_most_seconds=self._plan.wait_seconds)
                 turn = index % len(self._names)
                 for name in self._names[turn:] + self._names[:turn]:
                     self._attempt(name, self._turn)
@@ -269,6 +271,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="how often every system gets a turn")
     parser.add_argument("--steps", type=int, default=1, help="steps in one turn")
     parser.add_argument("--patience", type=int, default=4, help="rounds to repeat when other processes keep the machine busy")
+    parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for others before each round")
     parser.add_argument("--memory", type=float, default=16.0, metavar="GiB", help="what all systems alive together may need")
     parser.add_argument("--quick", action="store_true", help="a tiny model: tests the script, measures nothing")
     parser.add_argument("--out", type=Path, help="write the JSON here instead of to stdout")
@@ -300,6 +303,7 @@ def main(arguments: list[str]) -> int:
             rounds=chosen.rounds,
             steps=chosen.steps,
             patience=chosen.patience,
+            wait_seconds=chosen.wait,
             shape=MODEL_QUICK if chosen.quick else MODEL_98M,
             memory_bytes=int(chosen.memory * GIB),
         )

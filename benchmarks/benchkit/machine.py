@@ -7,6 +7,8 @@ import platform
 import time
 from typing import Any
 
+MOMENT_SECONDS = 2.0
+
 
 def _first(path: str, key: str, separator: str) -> str | None:
     try:
@@ -53,3 +55,15 @@ class Foreign:
         wall = time.monotonic() - self._wall
         others = self._busy_seconds() - self._busy - own_cpu_seconds
         return max(0.0, others / (wall * (os.cpu_count() or 1)))
+
+
+def wait_for_quiet(*, share: float, at_most_seconds: float) -> None:
+    """Return when all processes together have used at most ``share`` of the cores for a moment, or when time is up.
+
+    Only for moments in which our own processes are idle."""
+    end = time.monotonic() + at_most_seconds
+    while time.monotonic() < end:
+        foreign = Foreign()
+        time.sleep(min(MOMENT_SECONDS, at_most_seconds))
+        if foreign.share(0.0) <= share:
+            return

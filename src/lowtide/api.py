@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -86,11 +88,11 @@ def shard(
         agree(engine.gathers, _facts(model, optimizer, specs, config))
         if optimizer is not None:
             sharded_optimizer.refuse(optimizer, engine)
+        engine.start()
     except BaseException as error:
         joined.watch.report(error)  # other ranks must not wait for this one
         joined.close()
         raise
-    engine.start()
     hooks.install(engine)
     sharded_module.make_sharded(model, engine)
     if optimizer is not None:
@@ -114,6 +116,7 @@ def clip_grad_norm_(
         ]
         parts = norm.norms(pieces, float(norm_type), norm.alone)
     else:
+        engine.grads.refuse_unreduced()
         parts = engine.norms(float(norm_type))
     total = torch.tensor(norm.total_norm(parts.values(), float(norm_type)), dtype=torch.float32)
     if error_if_nonfinite and not math.isfinite(total):
@@ -196,15 +199,31 @@ def _refuse_model(model: nn.Module) -> None:
     if len(devices) > 1 or "meta" in devices:
         way = "build it under `with lowtide.deferred():` instead" if "meta" in devices else "move it to one device first"
         raise Refused(f"the model's parameters are on {', '.join(sorted(devices))}; {way}.")
+    _refuse_shared_memory(params)
     if is_compiled_whole(model):
         raise Refused(NO_WHOLE_COMPILE)
     if any(isinstance(m, ShardedModule) for m in model.modules()):
         raise Refused("a part of this model is sharded already; shard the whole model once.")
 
 
+def _refuse_shared_memory(params: dict[str, nn.Parameter]) -> None:
+    """Two parameters in one memory would be two after sharding; one parameter under two names stays one."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in params.items() if p.numel())
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise Refused(
+                f"parameters {first!r} and {second!r} share memory but are two parameters; sharding would untie them. "
+                f"Tie them by assigning the same nn.Parameter to both modules."
+            )
+
+
 def _facts(model: nn.Module, optimizer: Optimizer | None, specs: list[UnitSpec], config: Config) -> list[tuple[str, str]]:
     """What must be the same on every rank, in an order in which a difference is easiest to understand."""
-    facts = [("lowtide version", __version__), ("torch version", torch.__version__), ("configuration", repr(config))]
+    facts = [
+        ("lowtide version", __version__),
+        ("torch version", torch.__version__),
+        ("configuration", repr(replace(config, run=None))),
+    ]
     facts += [("model", type(model).__name__)]
     for i, (name, p) in enumerate(model.named_parameters(remove_duplicate=False)):
         frozen = "" if p.requires_grad else " frozen"
@@ -212,8 +231,11 @@ def _facts(model: nn.Module, optimizer: Optimizer | None, specs: list[UnitSpec],
     facts += [(f"buffer {i}", f"{n} {b.dtype} {tuple(b.shape)}") for i, (n, b) in enumerate(model.named_buffers())]
     facts += [(f"unit {i}", f"{s.name}: {len(s.params)} parameters") for i, s in enumerate(specs)]
     if optimizer is not None:
-        sizes = [len(g["params"]) for g in optimizer.param_groups]
-        facts.append(("optimizer", f"{type(optimizer).__name__} with groups of {sizes} parameters"))
+        facts.append(("optimizer", type(optimizer).__name__))
+        names = {p: n for s in specs for p, n in zip(s.params, s.names, strict=True)}
+        for i, group in enumerate(optimizer.param_groups):
+            options = {k: v for k, v in sorted(group.items()) if isinstance(v, bool | int | float | str | tuple | None)}
+            facts.append((f"parameter group {i}", f"{options} for {[names.get(p, '?') for p in group['params']]}"))
     return facts
 
 

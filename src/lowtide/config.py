@@ -62,6 +62,8 @@ class Precision:
     ``reduce``: what gradients are added in between ranks. ``gradient``: what gradient shards are kept in.
     ``moments``: what the optimizer's states are kept in between steps.
     ``loss_scale``: a number, or "dynamic" (the default for fp16): gradients are scaled in backward and unscaled when reduced.
+    Every gradient must then enter through what the model returns; a loss made of parameters or of tensors kept aside inside
+    the model is not scaled, use ``torch.amp.GradScaler`` for such losses.
     """
 
     param: str | None = None
@@ -93,6 +95,11 @@ class Precision:
         gradient = _DTYPES[self.gradient] if self.gradient else reduce
         moments = _DTYPES[self.moments] if self.moments else master
         return KindDtypes(param, master, gradient, reduce, moments)
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """What floating-point inputs are cast to; ``None`` to leave them."""
+        return _DTYPES[self.param] if self.param else None
 
     @property
     def scale(self) -> float | str | None:

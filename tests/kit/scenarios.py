@@ -239,6 +239,29 @@ def state_dicts(make: Make, rank: int, trace: Trace) -> None:
             system.record(trace, 0)
 
 
+@scenario
+def state_dicts_of_strided_parameters(make: Make, rank: int, trace: Trace) -> None:
+    """channels_last and transposed parameters: states follow the strides, before sharding and when loaded."""
+    for name in ("convolutions", "odd_sizes"):
+        specimen = MENAGERIE[name]
+        model = specimen.build()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        specimen.loss(model, specimen.batch(0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        system = make(model, optimizer)
+        states: Any = None
+        for number in range(1, 4):
+            system.before_forward()
+            back(system, specimen.loss(system.forward, specimen.batch(number, rank)))
+            update(system, trace, number)
+            if number == 1:
+                states = _copied(from_rank_0(system.optimizer.state_dict()))
+                record_dict(trace, f"{name} optimizer", states)
+            if number == 2:
+                system.optimizer.load_state_dict(states)
+
+
 def _copied(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return tree.clone()

@@ -72,5 +72,5 @@ class Game(RuleBasedStateMachine):
         assert self.arena.reserved_bytes >= self.arena.taken_bytes + self.arena.limbo_bytes
 
 
-Game.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+Game.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=20)
 test_arena = Game.TestCase

@@ -32,7 +32,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _HEADER_BYTES = 256
-_HEADER = struct.Struct("<QqQIB")  # hash of the kind, unit, sequence number, bytes of the note, bytes of the label's text
+_HEADER = struct.Struct("<QqQIB")  # hash of the label, unit, sequence number, bytes of the note, bytes of the label's text
 _TEXT_BYTES = 96
 _NOTE_BYTES = _HEADER_BYTES - _HEADER.size - _TEXT_BYTES
 _SLICE = 0.05  # seconds a caller sleeps at most before it looks up
@@ -276,7 +276,7 @@ class _Header:
 
 def _pack(label: Label, sequence: int, note: bytes) -> Tensor:
     text = str(label).encode()[:_TEXT_BYTES]
-    kind = xxhash.xxh3_64_intdigest(label.kind.encode())
+    kind = xxhash.xxh3_64_intdigest(str(label).encode())
     fixed = _HEADER.pack(kind, label.unit, sequence, len(note), len(text))
     packed = fixed + text.ljust(_TEXT_BYTES, b"\0") + note[:_NOTE_BYTES]
     return torch.frombuffer(bytearray(packed.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)

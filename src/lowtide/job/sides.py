@@ -10,12 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.errors import Error
+from lowtide.job.failure import Failure
 from lowtide.job.launch import start_ranks
 from lowtide.job.options import Options
 
 
+@dataclass(eq=False)
 class SideFailed(Error, RuntimeError):
     """One side of a comparison did not run to its end."""
+
+    side: str
+    failure: Failure
+
+    def __str__(self) -> str:
+        return f"{self.side} failed on rank {self.failure.rank}: {self.failure.message}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,5 +54,5 @@ def run_fresh(name: str, options: Options) -> Side:
         if failure is not None:
             if failure.kind == "interrupted":
                 raise KeyboardInterrupt
-            raise SideFailed(f"{name} on {options.ranks} rank(s) failed: {failure.message}\n{failure.traceback}")
+            raise SideFailed(name, failure)
         return Side(**json.loads(result.read_text()))

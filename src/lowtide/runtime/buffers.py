@@ -46,4 +46,5 @@ class Buffers:
                     for buffer, value in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                         buffer.copy_(value.view(buffer.shape))
 
-        self._channel.run(Label("buffers", 0, "buffers of the model"), work)
+        nbytes = sum(b.nbytes for buffers in by_dtype.values() for b in buffers)
+        self._channel.run(Label("send", -1, f"buffers of the model, {nbytes} bytes"), work)

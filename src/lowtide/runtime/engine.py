@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import struct
@@ -23,7 +24,7 @@ from lowtide.runtime import evicted, norm
 from lowtide.runtime.buffers import Buffers
 from lowtide.runtime.grads import GradRecord, Grads
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.outputs import map_tensors
+from lowtide.runtime.outputs import map_tensors, tensors_in
 from lowtide.runtime.prefetch import Successors
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
@@ -49,6 +50,10 @@ class Verdict:
     bad_key: int | None
 
 
+class _Pass:
+    """Held by the callback at the end of one backward pass, and by nobody else: gone if the pass failed."""
+
+
 class Engine:
     """Everything that belongs to one sharded model."""
 
@@ -58,11 +63,18 @@ class Engine:
         self.units = [Unit(i, spec, config, group.shard.size) for i, spec in enumerate(specs)]
         self.unit_of = {p: u for u in self.units for p in u.params}
         self.name_of = named(self.units)
-        self.ledger, self.trace, self.arena = Ledger(), Trace(), Arena(device)
+        self.ledger, self.trace = Ledger(), Trace()
+        self.homes, self.arena = Arena(device, forked=True), Arena(device, forked=False)
         self.gathers, self.reductions = group.channel("gather"), group.channel("reduce")
         weakref.finalize(self, group.close)  # threads would keep a dropped model's group alive
         self.residency = Residency(
-            self.units, group=group, channel=self.gathers, arena=self.arena, ledger=self.ledger, trace=self.trace, keep=1
+            self.units,
+            group=group,
+            channel=self.gathers,
+            homes=self.homes,
+            slots=self.arena,
+            ledger=self.ledger,
+            trace=self.trace,
         )
         self.grads = Grads(
             self.units,
@@ -81,7 +93,7 @@ class Engine:
         self._saved = SavedViews(self.residency, self._needed_in_backward)
         self._forward_order, self._backward_order = Successors(), Successors()
         self._depth = 0  # of forward passes under way: root or unit
-        self._task: int | None = None  # autograd's number of the outermost backward under way
+        self._backward: weakref.ref[_Pass] | None = None  # the outermost backward under way; dies with it
         self._demanded: set[Unit] = set()  # pinned outside their modules, until the pass ends
         self._poison: str | None = None
         self._norm_cache: dict[float, dict[int, float]] = {}
@@ -122,11 +134,20 @@ class Engine:
             for unit in self.units:
                 self._refuse_replaced(unit)
         self._depth += 1
-        dtype = self.units[0].dtypes[0].param if self.config.precision.param and self.units else None
-        if dtype is None:
-            return args, kwargs
-        cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
-        return map_tensors(args, cast), map_tensors(kwargs, cast)
+        return self._prepare_inputs(args), self._prepare_inputs(kwargs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Floating-point inputs in the dtype the model computes with; gradients that leave through them unscaled."""
+        dtype = self.config.precision.compute
+        if dtype is None and not self.scale.used:
+            return inputs
+
+        def prepare(tensor: Tensor) -> Tensor:
+            if self._depth == 1:
+                tensor = self.scale.on_input(tensor)
+            return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+        return map_tensors(inputs, prepare)
 
     def leave_model(self, output: Any) -> Any:
         """The model's forward is over, with a result or an exception."""
@@ -136,7 +157,16 @@ class Engine:
             self._release_demanded()
         if not torch.is_grad_enabled():
             return output
-        return self.scale.on_output(output)
+        if self._depth == 0:
+            output = self.scale.on_output(output)
+        # The first thing a backward pass reaches: it tells the outermost pass from those that checkpoints nest in it.
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_output_gradient)
+        return output
+
+    def _on_output_gradient(self, _: Tensor) -> None:
+        self._in_backward()
 
     def open_saved(self) -> saved_tensors_hooks | None:
         """Saved-tensor hooks around a forward, where parameters come and go."""
@@ -178,13 +208,14 @@ class Engine:
 
     def _in_backward(self) -> bool:
         """Whether a backward pass is under way here; its end is awaited from the first time this is asked."""
-        task = backward_under_way()
-        if task is None:
+        if backward_under_way() is None:
             return False
-        if self._task is None:
-            self._task = task
+        if self._backward is None or self._backward() is None:
+            self._reset_after_failure()
+            this = _Pass()
+            self._backward = weakref.ref(this)
             self._backward_order.restart()
-            at_end_of_backward(self._end_backward)
+            at_end_of_backward(functools.partial(self._end_backward, this))
         return True
 
     def _needed_in_backward(self, unit: Unit) -> None:
@@ -198,14 +229,15 @@ class Engine:
             for following in ahead:
                 self.residency.prefetch(following)
 
-    def grad_arriving(self, record: GradRecord, grad: Tensor) -> None:
-        """Autograd is about to accumulate a parameter's gradient."""
+    def grad_arriving(self, key: int, grad: Tensor) -> None:
+        """Autograd is about to accumulate the gradient of parameter ``key``."""
         self.check()
         self._in_backward()
-        self.grads.arriving(record, grad)
+        self.grads.arriving(self.grads.by_key[key], grad)
 
-    def grad_arrived(self, record: GradRecord) -> None:
+    def grad_arrived(self, key: int) -> None:
         """Autograd has accumulated it."""
+        record = self.grads.by_key[key]
         self.trace("gradient", self.name_of[record.param])
         self.grads.scale = self.scale.value
         unit = self.grads.arrived(record)
@@ -217,8 +249,8 @@ class Engine:
         if all(p.requires_grad for p in unit.params):
             self.residency.forget([unit])
 
-    def _end_backward(self) -> None:
-        self._task = None
+    def _end_backward(self, _: _Pass) -> None:
+        self._backward = None
         self.grads.scale = self.scale.value
         self.grads.finish()
         self._release_demanded()
@@ -226,9 +258,9 @@ class Engine:
         self.trace("end of backward", "")
 
     def _reset_after_failure(self) -> None:
-        """A backward pass that raised never reached its end."""
-        if self._task is not None:
-            self._task = None
+        """A backward pass that raised never reached its end: autograd has dropped our callback, and what it held with it."""
+        if self._backward is not None and self._backward() is None:
+            self._backward = None
             self.grads.abandon()
             self._release_demanded()
 
@@ -238,17 +270,24 @@ class Engine:
         """Update all parameters, or, if a gradient is not finite, none. Returns whether the step was taken."""
         self.check()
         self._reset_after_failure()
+        self.grads.refuse_unreduced()
+        if (unit := self.residency.pinned()) is not None:
+            raise errors.Refused(
+                f"optimizer.step() inside gathered() or a forward pass that uses unit {unit.name!r}; leave it first."
+            )
         verdict = self._verdict()
         self.scale.after_step(skipped=verdict.bad_key is not None)
         if verdict.bad_key is not None:
             self._skip(verdict.bad_key)
             return False
         self.residency.forget()
+        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         try:
             self.update.run(optimizer)
-            self._publish()
+            self._publish(updated)
         except BaseException as error:
-            self._poison = f"{type(error).__name__}: {error}"
+            if self.update.begun:
+                self._poison = f"{type(error).__name__}: {error}"
             raise
         self.trace("update", "")
         return True
@@ -262,25 +301,25 @@ class Engine:
 
     def _skip(self, key: int) -> None:
         self.skipped_steps += 1
-        record = next(r for r in self.grads.by_param.values() if r.key == key)
+        record = self.grads.by_key[key]
         if self.group.rank == 0:
             name = self.name_of[record.param]
             _log.warning("step skipped: the gradient of %r is not finite (%d skipped so far)", name, self.skipped_steps)
 
-    def _publish(self) -> None:
+    def _publish(self, written: Sequence[nn.Parameter]) -> None:
         """Parameters have new values: everybody's whole copies follow, graphs on the old ones are stale."""
         tickets = [self.residency.publish(u) for u in self.units] if self.config.stage.optimizer else []
         for ticket in tickets:
             if ticket is not None:
                 ticket.wait()
-        for unit in self.units:
+        for unit in {self.unit_of[p] for p in written}:
             unit.version += 1
-        mark_changed(self.unit_of)
+        mark_changed(written)
 
     def parameters_written(self, units: Iterable[Unit]) -> None:
-        """Parameter values came from outside (load_state_dict, gathered(write=True))."""
-        self.update.refresh_masters()
+        """Parameter values may have come from outside (gathered(write=True))."""
         for unit in units:
+            self.update.refresh_masters(unit.params)
             unit.version += 1
 
     # -- norms, for clipping ------------------------------------------------------------------------------------------
@@ -320,7 +359,7 @@ class Engine:
 
     def whole_of(self, grad: ShardedGrad) -> Tensor:
         """A sharded gradient, whole."""
-        record = next(r for r in self.grads.by_param.values() if r.key == grad.key)
+        record = self.grads.by_key[grad.key]
         param = record.unit.layout.params[record.index]
         if not self.config.stage.gradients:
             return grad.piece.as_strided(param.shape, param.stride).clone()
@@ -336,7 +375,7 @@ class Engine:
         whole = torch.empty(layout.params[index].numel, dtype=piece.dtype, device=piece.device)
         here = self.group.shard.rank
         whole.view(torch.uint8)[cuts[here] : cuts[here + 1]].copy_(piece.contiguous().view(torch.uint8))
-        label = Label("gather", record.unit.index, f"{what} of {record.unit.names[index]}")
+        label = Label("gather", record.unit.index, f"{what} of {record.unit.names[index]}, {whole.nbytes} bytes")
         self.gathers.run(label, lambda wire, _: wire.shard.gather(whole.view(torch.uint8), cuts))
         return whole
 
@@ -374,6 +413,12 @@ class Engine:
             self.residency.unpin(unit)
         self._demanded.clear()
 
+    def recover(self) -> None:
+        """An interrupt left forward passes without their closing hooks running."""
+        self._depth = 0
+        self._demanded.clear()
+        self.residency.unpin_all()
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -385,9 +430,8 @@ class Engine:
     def after_load(self) -> None:
         """All parameters have been loaded anew: whole copies are old, and a half-finished update is forgiven."""
         self.residency.forget()
-        self._publish()
-        if not self.config.stage.parameters:
-            self.update.refresh_masters()
+        self._publish(list(self.unit_of))
+        self.update.refresh_masters(self.unit_of)
         self._poison = None
 
     def _refuse_replaced(self, unit: Unit) -> None:

@@ -30,7 +30,7 @@ _METADATA: frozenset[Any] = frozenset(
             ).split()
             if hasattr(getattr(_T, name, None), "__get__")
         ),
-        *(_T.grad.__set__, _T.requires_grad.__set__, _T.data.__set__),  # type: ignore[attr-defined]
+        *(_T.grad.__set__, _T.requires_grad.__set__),  # type: ignore[attr-defined]
         *(_T.numel, _T.nelement, _T.size, _T.dim, _T.ndimension, _T.element_size, _T.get_device, _T.__len__),
         *(_T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_inference, _T.is_shared),
         *(torch.is_floating_point, torch.is_complex, torch.numel),

@@ -25,6 +25,8 @@ def gathered(engine: Engine, params: Sequence[nn.Parameter], *, write: bool) -> 
         versions = {p: p._version for u in units for p in u.params}
         yield
         changed = [p for p, version in versions.items() if p._version != version]
+        for unit in units:
+            engine.residency.accept_writes(unit)
         if changed and not write:
             raise Refused(
                 f"parameter {engine.name_of[changed[0]]!r} was changed inside gathered(); "

@@ -35,7 +35,7 @@ from lowtide.stages import Stage
 class GradRecord:
     """The gradient of one parameter."""
 
-    __slots__ = ("hooked", "index", "key", "local", "param", "set_aside", "shown", "store", "unit")
+    __slots__ = ("hooked", "index", "key", "local", "param", "set_aside", "shown", "store", "unit", "unreduced")
 
     def __init__(self, unit: Unit, index: int, key: int) -> None:
         self.unit, self.index, self.key = unit, index, key
@@ -45,6 +45,7 @@ class GradRecord:
         self.store: Tensor | None = None  # reduced; 1-D; kept for the next step once allocated
         self.shown: Tensor | None = None  # what param.grad shows when ``store`` is valid
         self.hooked = False
+        self.unreduced = False  # ``param.grad`` came from a backward inside no_sync
 
 
 class _Scratch:
@@ -92,6 +93,7 @@ class Grads:
             u: [GradRecord(u, i, next(keys)) for i in range(len(u.params))] for u in units
         }
         self.by_param: dict[nn.Parameter, GradRecord] = {r.param: r for rs in self.records.values() for r in rs}
+        self.by_key = {r.key: r for r in self.by_param.values()}
         self.sync = True
         self.scale = 1.0
         self.active = False  # between the first gradient of a backward and its end
@@ -108,15 +110,19 @@ class Grads:
             name = record.unit.names[record.index]
             raise Refused(f"the gradient of {name!r} is sparse; build the embedding with sparse=False to train it sharded.")
         self.active = True
-        if record.param.grad is None and record.local is None:
-            record.set_aside = None  # the caller has dropped it
         if self._is_shown(record):
+            if not self.sync:
+                raise Refused(
+                    "a backward inside no_sync() follows one that was reduced. Call zero_grad() first, or run only the last "
+                    "micro-batch outside no_sync()."
+                )
             record.set_aside = record.param.grad
             record.param.grad = None
 
     def arrived(self, record: GradRecord) -> Unit | None:
         """Autograd has accumulated. Returns the unit if this was the last gradient it waited for."""
         if not self.sync:
+            record.unreduced = True
             return None
         self._collect(record)
         unit = record.unit
@@ -127,8 +133,8 @@ class Grads:
         self._ready.add(unit)
         if self._seen is not None:
             self._seen.append(unit)
-        while len(self._tickets) < len(self._order) and self._order[len(self._tickets)] in self._ready:
-            self._submit(self._order[len(self._tickets)])
+        while (following := self._next_to_submit()) in self._ready:
+            self._submit(following)
         return unit
 
     def finish(self) -> None:
@@ -141,8 +147,8 @@ class Grads:
             return
         for record in self.by_param.values():
             self._collect(record)
-        for unit in self._order[len(self._tickets) :]:
-            self._submit(unit)
+        while (following := self._next_to_submit()) is not None:
+            self._submit(following)
         tickets, self._tickets = self._tickets, {}
         self._ready.clear()
         for unit, ticket in tickets.items():
@@ -153,8 +159,8 @@ class Grads:
             self._trace("reduced", unit.name)
         self._restore()
         self._owner.grads_changed()
-        leftover = [r for r in self.by_param.values() if r.local is not None]
-        if leftover:  # a gradient that came after its unit had been sent: a second contribution of the same backward
+        # A gradient that came after its unit had been sent is a second contribution of the same backward: all ranks go again.
+        if self._owner.any_rank(any(r.local is not None for r in self.by_param.values())):
             self.active = True
             self.finish()
         elif self._seen is not None:
@@ -167,10 +173,20 @@ class Grads:
             ticket.wait()
         self._tickets.clear()
         self._ready.clear()
+        self._seen = [] if self._seen is not None else None
         self.active = False
         for record in self.by_param.values():
             record.local = None
         self._restore()
+
+    def refuse_unreduced(self) -> None:
+        """Raise if a gradient is this rank's own still: an update from it would differ from rank to rank."""
+        for record in self.by_param.values():
+            if record.unreduced and record.param.grad is not None and not self._is_shown(record):
+                raise Refused(
+                    f"the gradient of {record.unit.names[record.index]!r} was made inside no_sync() and has not been reduced. "
+                    f"Run the last micro-batch's backward outside no_sync()."
+                )
 
     # -- reducing -----------------------------------------------------------------------------------------------------
 
@@ -184,15 +200,16 @@ class Grads:
             return
         record.local = grad.detach() if record.local is None else record.local.add_(grad.detach())
         record.param.grad = None
+        record.unreduced = False
+
+    def _next_to_submit(self) -> Unit | None:
+        return next((unit for unit in self._order if unit not in self._tickets), None)
 
     def _restore(self) -> None:
         for record in self.by_param.values():
-            if record.set_aside is not None:
-                if record.param.grad is None:
-                    record.param.grad = record.set_aside
-                    record.set_aside = None
-                elif self.sync:
-                    record.set_aside = None
+            if record.set_aside is not None and record.param.grad is None:
+                record.param.grad = record.set_aside  # autograd computed it without accumulating (torch.autograd.grad)
+            record.set_aside = None
 
     def _submit(self, unit: Unit) -> None:
         records = self.records[unit]
@@ -297,7 +314,7 @@ class Grads:
 
     def _agree_on_order(self, seen: list[Unit]) -> None:
         """From now on reduce in the order in which rank 0's units became ready."""
-        order = [*seen, *(u for u in self._order if u not in seen)]
+        order = list(dict.fromkeys((*seen, *self._order)))
         note = struct.pack(f"<{len(order)}H", *(u.index for u in order))
         by_index = {u.index: u for u in order}
 

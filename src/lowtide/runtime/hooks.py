@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import NO_WHOLE_COMPILE, Refused
@@ -16,9 +19,10 @@ from lowtide.torch_internals import never_compiled
 
 
 class _Call:
-    """One forward under way. Modules may call themselves, and torch runs the closing hook even if the opening one raised."""
+    """One forward under way. Torch runs the closing hook even if the opening one raised, but not after an interrupt."""
 
-    def __init__(self) -> None:
+    def __init__(self, frame: FrameType) -> None:
+        self._frame = frame
         self._begun = False
         self._saved: saved_tensors_hooks | None = None
 
@@ -31,14 +35,43 @@ class _Call:
         engine.close_saved(self._saved)
         return self._begun
 
+    def is_running(self) -> bool:
+        """Whether the call is still on this thread's stack."""
+        frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+class _Calls:
+    """The forwards under way, innermost last."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._stack: list[_Call] = []
+
+    def push(self) -> _Call:
+        """A module's opening hook runs: note the frame that called it."""
+        if self._stack and not self._stack[0].is_running():
+            while self._stack:
+                self._stack.pop().end(self._engine)
+            self._engine.recover()
+        self._stack.append(_Call(sys._getframe(2)))  # pyright: ignore[reportPrivateUsage]
+        return self._stack[-1]
+
+    def pop(self) -> bool:
+        """The closing hook of the innermost one runs; whether its opening hook had finished."""
+        return self._stack.pop().end(self._engine)
+
 
 def install(engine: Engine) -> None:
     """Hook the model, its units' modules, and its parameters."""
+    calls = _Calls(engine)
     if engine.config.stage.parameters:
         hosts = {m for unit in engine.units for m in unit.modules}
         for module in hosts:
-            _hook_unit_module(engine, module, hosts)
-    _hook_model(engine)
+            _hook_unit_module(engine, calls, module, hosts)
+    _hook_model(engine, calls)
     hook_new_parameters(engine)
 
 
@@ -52,44 +85,52 @@ def hook_new_parameters(engine: Engine) -> None:
 
 
 def _hook_parameter(engine: Engine, record: GradRecord) -> None:
-    record.param.register_hook(lambda grad: engine.grad_arriving(record, grad))
-    record.param.register_post_accumulate_grad_hook(lambda _: engine.grad_arrived(record))
+    # Python cannot see through a parameter's hooks: one that held the engine or the parameter would keep both for ever.
+    reference, key = weakref.ref(engine), record.key
+
+    def before(grad: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive.grad_arriving(key, grad)
+
+    def after(_: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive.grad_arrived(key)
+
+    record.param.register_hook(before)
+    record.param.register_post_accumulate_grad_hook(after)
     record.hooked = True
 
 
-def _hook_model(engine: Engine) -> None:
-    calls: list[_Call] = []
-
+def _hook_model(engine: Engine, calls: _Calls) -> None:
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if torch.compiler.is_compiling():
             raise Refused(NO_WHOLE_COMPILE)
-        calls.append(_Call())
+        call = calls.push()
         hook_new_parameters(engine)
         inputs = engine.enter_model(args, kwargs)
-        calls[-1].begin(engine)
+        call.begin(engine)
         return inputs
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return engine.leave_model(output) if calls.pop().end(engine) else output
+        return engine.leave_model(output) if calls.pop() else output
 
     engine.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     engine.model.register_forward_hook(after, always_call=True)
 
 
-def _hook_unit_module(engine: Engine, module: nn.Module, hosts: set[nn.Module]) -> None:
+def _hook_unit_module(engine: Engine, calls: _Calls, module: nn.Module, hosts: set[nn.Module]) -> None:
     reached = needs(module, hosts)
     units = sorted({engine.unit_of[p] for p in reached}, key=lambda u: u.index)
-    calls: list[_Call] = []
 
     @never_compiled
     def before(module: nn.Module, args: Any) -> None:
-        calls.append(_Call())
+        call = calls.push()
         engine.before_forward(units)
-        calls[-1].begin(engine)
+        call.begin(engine)
 
     @never_compiled
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if calls.pop().end(engine):
+        if calls.pop():
             engine.after_forward(units)
 
     module.register_forward_pre_hook(before, prepend=True)

@@ -28,7 +28,8 @@ class ShardedModule(nn.Module):
     def no_sync(self) -> Generator[None]:
         """Backward passes inside keep whole local gradients; the next one outside reduces their sum, as in DDP."""
         grads = self.lowtide_engine.grads
-        before, grads.sync = grads.sync, False
+        # on one rank there is nothing to put off
+        before, grads.sync = grads.sync, self.lowtide_engine.group.size == 1
         try:
             yield
         finally:
@@ -59,6 +60,9 @@ class ShardedModule(nn.Module):
             raise Refused("load_state_dict(assign=True) would replace sharded parameters; leave assign out to copy the values.")
         with _loading(engine):
             result = super().load_state_dict(state_dict, strict=strict)
+        for name, param in self.named_parameters(remove_duplicate=False):
+            if name in state_dict:
+                engine.update.write_master(param, state_dict[name])
         engine.after_load()
         return result
 
@@ -135,14 +139,12 @@ def _loading(engine: Engine) -> Generator[None]:
 
 
 def _write_piece(engine: Engine, param: nn.Parameter, value: Tensor) -> None:
-    """Keep this rank's part of ``value`` as the parameter's, and as its master copy's before it is rounded."""
+    """Keep this rank's part of ``value`` as the parameter's."""
     unit = engine.unit_of[param]
-    index, piece = unit.index_of[param], engine.update.pieces[param]
+    index = unit.index_of[param]
     lo, hi = unit.layout.piece(index, engine.group.shard.rank)
     flat = flat_view(value, unit.layout.params[index].stride)[lo:hi]
     engine.residency.piece(unit, index, lo, hi).copy_(flat)
-    if piece.low_precision is not None:
-        flat_view(piece.target, piece.target.stride()).copy_(flat)
 
 
 def _refuse_above_budget(engine: Engine) -> None:
@@ -176,5 +178,4 @@ def load_sharded_state_dict(engine: Engine, state: Mapping[str, Tensor]) -> None
             engine.residency.piece(unit, index, lo, hi).copy_(state[name])
     for name, buffer in engine.model.named_buffers():
         buffer.detach().copy_(state[name])
-    engine.update.refresh_masters()
     engine.after_load()

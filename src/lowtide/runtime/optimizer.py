@@ -7,7 +7,7 @@ its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,14 +51,20 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in PyTorch; every rank gives the whole state_dict and keeps its shard."""
+        if not state_dict:
+            raise ArgumentError(
+                "load_state_dict was given an empty state_dict: optimizer.state_dict() is whole on rank 0 and empty elsewhere. "
+                "Save it on rank 0 and load that on every rank."
+            )
         update = self.lowtide_engine.update
         with update.on_pieces(self):
             super().load_state_dict(state_dict)
         update.cut_state(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        _refuse_strangers([params] if isinstance(params, Tensor) else list(params), self.lowtide_engine)
         super().add_param_group(param_group)
-        _refuse_strangers(self, self.lowtide_engine)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise Refused("the optimizer of a sharded model cannot be deep-copied; copy it before lowtide.shard.")
@@ -66,7 +72,7 @@ class ShardedOptimizer(Optimizer):
 
 def refuse(optimizer: Optimizer, engine: Engine) -> None:
     """Raise if this optimizer cannot update this model's shards. Changes nothing."""
-    _refuse_strangers(optimizer, engine)
+    _refuse_strangers((p for group in optimizer.param_groups for p in group["params"]), engine)
     _refuse_whole_matrix(optimizer, engine, engine.config)
 
 
@@ -96,8 +102,9 @@ def _rewrap_for_scheduler(optimizer: Optimizer) -> None:
     optimizer.step = step  # type: ignore[method-assign]
 
 
-def _refuse_strangers(optimizer: Optimizer, engine: Engine) -> None:
-    strangers = sum(p not in engine.unit_of for group in optimizer.param_groups for p in group["params"])
+def _refuse_strangers(params: Iterable[Any], engine: Engine) -> None:
+    # a group may also list (name, parameter) pairs
+    strangers = sum((p[1] if isinstance(p, tuple) else p) not in engine.unit_of for p in params)
     if strangers:
         raise ArgumentError(
             f"the optimizer has {strangers} parameters that are not in the model. "
@@ -144,7 +151,7 @@ def _whole_state_dict(optimizer: ShardedOptimizer, local: dict[str, Any]) -> dic
                 row[key] = engine.gather_flat(piece.record, here, f"{key}").as_strided(spec.shape, spec.stride)
             else:
                 row[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "scalar" else value
-    return {**local, "state": state if engine.group.rank == 0 else {}}
+    return {**local, "state": state} if engine.group.rank == 0 else {}
 
 
 def _flat(state: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -25,6 +25,18 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return pytree.tree_map(lambda leaf: map_tensors(leaf, function), value)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in ``value``, each once."""
+    found: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        found[id(tensor)] = tensor
+        return tensor
+
+    map_tensors(value, note)
+    return list(found.values())
+
+
 class ScaleGradient(torch.autograd.Function):
     """The identity forward, a multiplication backward."""
 

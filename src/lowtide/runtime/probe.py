@@ -17,6 +17,7 @@ from lowtide.torch_internals import clear_step_hooks
 # 24 rows of 32; the cut falls after 10 rows = 320 elements, a multiple of 64.
 _SHAPE, _ROWS, _CUT = (24, 32), 10, 320
 _STEPS = 3
+_TRIAL_RATE = 1e-3
 
 
 def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -49,6 +50,8 @@ def why_not_elementwise(optimizer: Optimizer, dtype: torch.dtype, by: str) -> st
             pieces = _train(optimizer, group, cut(start), [cut(g) for g in grads])
         except Exception as error:  # the caller's optimizer may raise anything; that is the answer
             return f"it cannot update a flat piece of a matrix ({type(error).__name__}: {error})"
+        if torch.equal(whole[0], start):
+            return "it changed nothing when it was tried"
         if not torch.equal(whole[0].flatten(), torch.cat([p.flatten() for p in pieces])):
             return "its result for one element depends on the other elements of the tensor"
     return None
@@ -59,7 +62,10 @@ def _train(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gr
     trial.__dict__.update(optimizer.__dict__)
     params = [nn.Parameter(v) for v in values]
     trial.state = defaultdict(dict)
-    trial.param_groups = [{**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": params}]
+    options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+    if "lr" in options and not options["lr"]:
+        options["lr"] = _TRIAL_RATE  # a warm-up may begin at 0, where every optimizer looks elementwise
+    trial.param_groups = [{**options, "params": params}]
     clear_step_hooks(trial)
     step = plain_step(type(optimizer))
     for row in grads:

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from lowtide.comm.channel import Channel, Label, Ticket, Wire
 from lowtide.comm.group import Group
-from lowtide.errors import InternalError
+from lowtide.errors import InternalError, Refused
 from lowtide.runtime.evicted import EvictedParameter, placeholder
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit, flat_view
 from lowtide.tiers.arena import Arena, Block
+
+_KEEP = 1  # how many unpinned whole units may stay in case they come again; the least recently used goes first
 
 
 class State(enum.Enum):
@@ -41,7 +43,7 @@ class State(enum.Enum):
 class _Place:
     """Where one unit is."""
 
-    __slots__ = ("block", "covers", "home", "permanent", "pins", "state", "ticket")
+    __slots__ = ("block", "covers", "home", "permanent", "pins", "state", "ticket", "versions")
 
     def __init__(self, home: Block, covers: tuple[int, int]) -> None:
         self.home = home
@@ -51,21 +53,21 @@ class _Place:
         self.ticket: Ticket[None] | None = None
         self.pins = 0
         self.permanent = False
+        self.versions: list[int] = []  # of the parameters when they were attached
 
 
 class Residency:
-    """Moves units between shard and whole. The engine's lock guards it."""
+    """Moves units between shard and whole. Only the thread that runs the step calls it."""
 
     def __init__(
-        self, units: Sequence[Unit], *, group: Group, channel: Channel, arena: Arena, ledger: Ledger, trace: Trace, keep: int
+        self, units: Sequence[Unit], *, group: Group, channel: Channel, homes: Arena, slots: Arena, ledger: Ledger, trace: Trace
     ) -> None:
         self._units = units
         self._group = group
         self._channel = channel
-        self._arena = arena
+        self._homes, self._slots = homes, slots
         self._ledger = ledger
         self._trace = trace
-        self._keep = keep  # how many unpinned whole units may stay; the least recently used goes first
         self._places: dict[Unit, _Place] = {}
         self._recent: OrderedDict[Unit, None] = OrderedDict()
         self._by_address: dict[int, Unit] = {}
@@ -85,14 +87,14 @@ class Residency:
                 wire.world.broadcast(value.view(torch.uint8))
 
         self._channel.run(Label("start", unit.index, unit.name), send)
-        block = self._arena.take(layout.nbytes)
+        block = (self._homes if resident or self._group.shard.size == 1 else self._slots).take(layout.nbytes)
         _fill(unit.views(block.tensor), values)
         covers = (0, layout.nbytes) if resident else (layout.cuts[rank], layout.cuts[rank + 1])
         home = block
         if covers != (0, layout.nbytes):
-            home = self._arena.take(covers[1] - covers[0])
+            home = self._homes.take(covers[1] - covers[0])
             home.tensor[: covers[1] - covers[0]].copy_(block.tensor[covers[0] : covers[1]])
-            self._arena.give(block)
+            self._slots.give(block)
         place = self._places[unit] = _Place(home, covers)
         self._ledger.add("parameters", home.nbytes)
         if resident:
@@ -107,9 +109,9 @@ class Residency:
     def state(self, unit: Unit) -> State:
         return self._places[unit].state
 
-    def is_resident(self, unit: Unit) -> bool:
-        """Whether the unit's parameters are always usable."""
-        return self._places[unit].permanent
+    def pinned(self) -> Unit | None:
+        """A unit that somebody uses right now, if any."""
+        return next((u for u in self._units if self._places[u].pins), None)
 
     def prefetch(self, unit: Unit) -> None:
         """Start gathering ``unit`` if it is not whole or on its way."""
@@ -121,7 +123,7 @@ class Residency:
             place.block, place.state = place.home, State.WHOLE
             self._by_address[place.home.tensor.data_ptr()] = unit
             return
-        place.block = self._arena.take(unit.layout.nbytes)
+        place.block = self._slots.take(unit.layout.nbytes)
         self._by_address[place.block.tensor.data_ptr()] = unit
         self._ledger.add("slots", place.block.nbytes)
         place.state = State.GATHERING
@@ -172,10 +174,36 @@ class Residency:
         place.pins -= 1
         if place.pins:
             return
+        lost = self._lost_write(unit, place)
         self._evict(unit)
         place.state = State.WHOLE
         self._trace("release", unit.name)
         self._shrink()
+        if lost is not None:
+            raise Refused(
+                f"parameter {lost!r} was changed while its unit {unit.name!r} was gathered; the change would be lost when the "
+                f"unit is released. Change parameters with `with lowtide.gathered(module, write=True):`, or use stage 2."
+            )
+
+    def unpin_all(self) -> None:
+        """Evict every unit, whoever had pinned it."""
+        for unit in self._units:
+            place = self._places[unit]
+            if place.pins:
+                place.pins = 0
+                self._evict(unit)
+                place.state = State.WHOLE
+        self.forget()
+
+    def accept_writes(self, unit: Unit) -> None:
+        """What was written to a pinned unit has been kept."""
+        self._places[unit].versions = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
+
+    def _lost_write(self, unit: Unit, place: _Place) -> str | None:
+        if place.block is place.home:
+            return None
+        now = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
+        return next((n for n, was, is_ in zip(unit.names, place.versions, now, strict=True) if was != is_), None)
 
     def forget(self, units: Iterable[Unit] | None = None) -> None:
         """Let go of whole copies that are not pinned: their values are about to be, or were, replaced."""
@@ -235,6 +263,7 @@ class Residency:
                 param.data = view
         place.block = block
         place.state = State.ATTACHED
+        self.accept_writes(unit)
         self._trace("attach", unit.name)
 
     def _evict(self, unit: Unit) -> None:
@@ -247,7 +276,7 @@ class Residency:
 
     def _shrink(self, protect: Unit | None = None) -> None:
         idle = [u for u in self._recent if not self._places[u].pins and u is not protect]
-        for unit in idle[: max(0, len(idle) - self._keep)]:
+        for unit in idle[: max(0, len(idle) - _KEEP)]:
             self._drop(unit)
 
     def _drop(self, unit: Unit) -> None:
@@ -261,7 +290,7 @@ class Residency:
             self._by_address.pop(block.tensor.data_ptr(), None)
         if block is not None and block is not place.home:
             self._ledger.remove("slots", block.nbytes)
-            self._arena.give(block)
+            self._slots.give(block)
             self._trace("drop", unit.name)
 
 

@@ -57,7 +57,7 @@ class SavedViews:
 
         def pack(tensor: Tensor) -> Any:
             unit = self._residency.unit_at(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
-            if unit is not None:
+            if unit is not None and not tensor.is_neg():
                 offset = int(tensor.storage_offset())
                 return _Recipe(unit, unit.version, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.is_conj())
             return _Outer(outer[0](tensor), outer[1]) if outer is not None else tensor

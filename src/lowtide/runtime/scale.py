@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from lowtide.runtime.outputs import ScaleGradient, map_tensors
 
 _START = 2.0**16
@@ -29,6 +31,12 @@ class LossScale:
         elif self._good_steps == _GROW_AFTER:
             self.value *= 2
             self._good_steps = 0
+
+    def on_input(self, tensor: Tensor) -> Tensor:
+        """What the model takes, such that gradients that leave through it are as if nothing had been scaled."""
+        if not self.used or not tensor.requires_grad:
+            return tensor
+        return ScaleGradient.apply(tensor, 1.0 / self.value)  # pyright: ignore[reportReturnType]
 
     def on_output(self, output: Any) -> Any:
         """What the model returns, such that gradients that enter through it are scaled once."""

@@ -7,7 +7,7 @@ is flat.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,12 @@ class Piece:
     def is_whole(self) -> bool:
         return is_whole((self.lo, self.hi), self.record.unit.layout.params[self.record.index])
 
+    def cut(self, value: Any) -> Any:
+        """This piece's part of a tensor shaped like the parameter; anything else (a step counter) as it is."""
+        if not isinstance(value, Tensor) or value.shape != self.record.param.shape:
+            return value
+        return flat_view(value, self.record.unit.layout.params[self.record.index].stride)[self.lo : self.hi].clone()
+
 
 class Update:
     """Pieces of every parameter, and the step on them."""
@@ -47,6 +53,7 @@ class Update:
     def __init__(self, *, config: Config, group: Group, residency: Residency, grads: Grads, ledger: Ledger) -> None:
         self._config, self._group, self._residency, self._grads, self._ledger = config, group, residency, grads, ledger
         self.pieces: dict[nn.Parameter, Piece] = {}
+        self.begun = False  # whether the last step got as far as changing anything
         self._master_bytes = 0
 
     def take_over(self, unit: Unit, values: Sequence[Tensor]) -> None:
@@ -67,11 +74,21 @@ class Update:
         shaped = flat.as_strided(param.shape, param.stride) if is_whole((lo, hi), param) else flat
         return Piece(record, lo, hi, nn.Parameter(shaped, requires_grad=shaped.is_floating_point()), low_precision)
 
-    def refresh_masters(self) -> None:
-        """Parameters were written from outside: master copies follow."""
-        for piece in self.pieces.values():
-            if piece.low_precision is not None:
-                flat_view(piece.target, self._stride(piece)).copy_(piece.low_precision)
+    def refresh_masters(self, params: Iterable[nn.Parameter]) -> None:
+        """These parameters may have been written from outside: masters follow, element by element, where they no longer round
+        to what is there; elsewhere they keep what rounding would lose."""
+        for piece in (self.pieces[p] for p in params):
+            low = piece.low_precision
+            if low is not None:
+                master = flat_view(piece.target, self._stride(piece)).detach()
+                master.copy_(torch.where(master.to(low.dtype) == low, master, low.to(master.dtype)))
+
+    def write_master(self, param: nn.Parameter, value: Tensor) -> None:
+        """Keep this rank's part of ``value``, a whole tensor, as the master copy, before it is rounded."""
+        piece = self.pieces[param]
+        if piece.low_precision is not None:
+            target = flat_view(piece.target, self._stride(piece)).detach()
+            target.copy_(flat_view(value, piece.record.unit.layout.params[piece.record.index].stride)[piece.lo : piece.hi])
 
     # -- gradients of this rank's part, for norm and finiteness -------------------------------------------------------
 
@@ -89,10 +106,12 @@ class Update:
 
     def run(self, optimizer: Optimizer) -> None:
         """Update every piece that has a gradient."""
+        self.begun = False
         with torch.no_grad(), self.on_pieces(optimizer) as pieces:
             for piece in pieces:
                 piece.target.grad = self._grad(piece)
                 self._widen(optimizer, piece)
+            self.begun = True
             plain_step(type(optimizer).plain_class)(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
             for piece in pieces:
                 if piece.target.grad is not None and piece.low_precision is not None:
@@ -118,16 +137,15 @@ class Update:
 
     def cut_state(self, optimizer: Optimizer) -> None:
         """Replace whole states (of an optimizer that ran before, or of a loaded state_dict) by this rank's part of them."""
-        for param, state in list(optimizer.state.items()):
+        whole = dict(optimizer.state)
+        for param, state in whole.items():
             piece = self.pieces.get(param)  # type: ignore[arg-type]
             if piece is None or piece.is_whole:
                 continue
             if piece.lo == piece.hi:
                 del optimizer.state[param]
-                continue
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == param.shape:
-                    state[name] = flat_view(value, self._stride(piece))[piece.lo : piece.hi].clone()
+            else:
+                optimizer.state[param] = {name: piece.cut(value) for name, value in state.items()}
         self._ledger.set("optimizer", self._master_bytes + _state_bytes(optimizer))
 
     def _stride(self, piece: Piece) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Memory that is taken once and reused; the sole owner of its free list.
 
 Fresh large allocations cost ten times the work done in them (page faults), and glibc keeps or returns them as it likes. An
-arena takes anonymous private maps (huge pages advised, not inherited by forked workers), hands them out as
+arena takes anonymous private maps (huge pages advised), hands them out as
 blocks and gets them back.
 
 [Note: a block is free when nobody holds its storage] Every block has a storage of its own, and torch counts who refers to it.
@@ -29,8 +29,8 @@ class Block:
 
     __slots__ = ("_idle_count", "tensor")
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.tensor = _reserve(nbytes, device)
+    def __init__(self, nbytes: int, arena: Arena) -> None:
+        self.tensor = _reserve(nbytes, arena.device, forked=arena.forked)
         self._idle_count = self._count()
 
     def _count(self) -> int:
@@ -46,7 +46,7 @@ class Block:
         return self._count() > self._idle_count
 
 
-def _reserve(nbytes: int, device: torch.device) -> Tensor:
+def _reserve(nbytes: int, device: torch.device, *, forked: bool) -> Tensor:
     with torch.inference_mode(mode=False):
         if device.type != "cpu" or nbytes < mmap.PAGESIZE:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -54,16 +54,21 @@ def _reserve(nbytes: int, device: torch.device) -> Tensor:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE_PAGE:
             memory.madvise(mmap.MADV_HUGEPAGE)
-        if hasattr(mmap, "MADV_DONTFORK"):
+        if not forked and hasattr(mmap, "MADV_DONTFORK"):
             memory.madvise(mmap.MADV_DONTFORK)
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 
 class Arena:
-    """Blocks of one device. Not thread-safe: the engine's lock guards it."""
+    """Blocks of one device. Only the thread that runs the step calls it.
 
-    def __init__(self, device: torch.device) -> None:
+    ``forked``: whether processes forked from this one (loader workers) see the memory. What is only there for a moment should
+    not be theirs: every page written meanwhile would be copied.
+    """
+
+    def __init__(self, device: torch.device, *, forked: bool) -> None:
         self.device = device
+        self.forked = forked
         self.taken_bytes = 0
         self.reserved_bytes = 0
         self.poison = False
@@ -79,7 +84,7 @@ class Arena:
             block = min(fitting, key=lambda b: b.nbytes)
             self._free.remove(block)
         else:
-            block = Block(nbytes, self.device)
+            block = Block(nbytes, self)
             self.reserved_bytes += block.nbytes
         self.taken_bytes += block.nbytes
         return block
