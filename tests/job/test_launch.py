@@ -10,10 +10,12 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lowtide.cli.output import say_failure
 from lowtide.job.failure import Failure, first_cause
 from lowtide.job.launch import start_ranks
 
@@ -49,6 +51,25 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path) -> None:
     assert failure.message == "rank 2 was ended by SIGKILL; the kernel does this when memory runs out"
 
 
+def test_a_report_of_a_rank_is_the_cause_and_gives_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = _script(
+        tmp_path,
+        """
+        from pathlib import Path
+        from lowtide.errors import ArgumentError, PeerFailed
+        from lowtide.cli.output import say_failure
+from lowtide.job.failure import describe, leave_report
+        error = ArgumentError("--model returned a str") if rank == 1 else PeerFailed(1, "gone", "")
+        leave_report(describe(error, rank), Path(os.environ["LOWTIDE_RANKS_FOLDER"]))
+        time.sleep(60)
+        """,
+    )
+    failure = start_ranks(command, 2)
+    assert failure is not None
+    assert say_failure(failure, ranks=2) == 2
+    assert capsys.readouterr().err == "lowtide: --model returned a str\n"
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     command = _script(
         tmp_path,
@@ -64,28 +85,9 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         assert not Path("/proc", pid).exists()
 
 
-def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(
-        "import os, sys, time\n"
-        "from lowtide.job.ranks import joined\n"
-        "with joined():\n"
-        "    open(f'{sys.argv[1]}/pid-' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
-        "    time.sleep(60)\n"
-    )
-    command = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path)]
-    code = f"from lowtide.job.launch import start_ranks; start_ranks({command!r}, 2)"
-    launcher = subprocess.Popen([sys.executable, "-c", code])
-    pids = _wait_for(lambda: [p.read_text() for p in tmp_path.glob("pid-*") if p.read_text()], 2, launcher)
-    launcher.kill()
-    launcher.wait()
-    deadline = time.monotonic() + 10
-    while any(Path("/proc", pid).exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if Path("/proc", pid).exists()]
-
-
-def test_ranks_meet_in_private(tmp_path: Path) -> None:
-    """One run for three facts: the folder is private, no socket listens beyond the loopback interface, and gathering works."""
+def test_ranks_meet_in_private_and_end_with_their_launcher(tmp_path: Path) -> None:
+    """One run for four facts, because starting torch takes seconds: the folder is private, no socket listens beyond the
+    loopback interface, gathering works, and ranks are gone soon after their launcher was killed."""
     command = _script(
         tmp_path,
         """
@@ -108,13 +110,21 @@ def test_ranks_meet_in_private(tmp_path: Path) -> None:
                 "gathered": gather_json({"rank": rank, "long": "x" * rank * 100}, member),
                 "any": [any_rank(member, flag=rank == 1), any_rank(member, flag=False)],
                 "mean": mean_over_ranks(float(rank), member),
+                "pid": os.getpid(),
             }
-            json.dump(facts, open(f"{sys.argv[1]}/facts-{rank}", "w"))
+            json.dump(facts, open(f"{sys.argv[1]}/part-{rank}", "w"))
+            os.rename(f"{sys.argv[1]}/part-{rank}", f"{sys.argv[1]}/facts-{rank}")
+            time.sleep(100)
         """,
     )
-    assert start_ranks(command, 2) is None
-    for rank in (0, 1):
-        facts = json.loads((tmp_path / f"facts-{rank}").read_text())
+    code = f"from lowtide.job.launch import start_ranks; start_ranks({command!r}, 2)"
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    _wait_until(lambda: len(list(tmp_path.glob("facts-*"))) == 2 or launcher.poll() is not None, seconds=60)
+    launcher.kill()
+    launcher.wait()
+    everything = [json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in (0, 1)]
+    assert _wait_until(lambda: not any(Path("/proc", str(facts["pid"])).exists() for facts in everything), seconds=10)
+    for facts in everything:
         assert facts["mode"] == 0o700
         assert set(facts["listening"]) <= {"0100007F"}  # 127.0.0.1 in the kernel's byte order
         assert facts["gathered"] == [{"rank": 0, "long": ""}, {"rank": 1, "long": "x" * 100}]
@@ -161,13 +171,11 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
     assert failure.exit_code == 130
 
 
-def _wait_for(look, count: int, process: subprocess.Popen[bytes]) -> list[str]:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + 60
-    while len(found := look()) < count:
-        assert process.poll() is None, "the launcher ended early"
-        assert time.monotonic() < deadline, "the ranks did not start"
+def _wait_until(condition: Callable[[], bool], *, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return condition()
 
 
 @pytest.fixture(autouse=True)

@@ -201,8 +201,9 @@ def train(system: Plain, specimen: Specimen, recipe: Recipe, *, rank: int) -> Tr
         system.before_step()
         if recipe.clip is not None:
             trace.add(f"step {step}, norm", lowtide.clip_grad_norm_(system.model, recipe.clip))
-        named = system.model.named_parameters()
-        trace.add_all(f"step {step}, gradient", ((name, whole_grad(p)) for name, p in named))
+        if step == recipe.steps - 1:  # one exchange per parameter; in earlier steps the parameters tell
+            named = system.model.named_parameters()
+            trace.add_all(f"step {step}, gradient", ((name, whole_grad(p)) for name, p in named))
         system.optimizer.step()
         system.record(trace, step)
         system.optimizer.zero_grad(set_to_none=recipe.set_to_none)

@@ -30,7 +30,7 @@ PRESET = "gpt-17m"
 _STEPS = 4
 RANKS = 2
 """Ranks of the story's second half."""
-_FEWEST, _MOST = 10, 400
+_FEWEST, _MOST = 5, 400
 """Bounds on the steps of the training chapter, whatever the machine's speed."""
 _WIDTH = 92
 
@@ -149,8 +149,8 @@ def _show_pairs(console: Console, pairs: list[Pair]) -> None:
 
 
 def _steps_for(seconds: float, step_seconds: float) -> int:
-    """As many steps as fit, a multiple of ten."""
-    return max(_FEWEST, min(_MOST, int(seconds / step_seconds) // 10 * 10))
+    """As many steps as fit, a multiple of five."""
+    return max(_FEWEST, min(_MOST, int(seconds / step_seconds) // 5 * 5))
 
 
 def _close(console: Console, pairs: list[Pair], run: Path, spent: float) -> None:

@@ -284,7 +284,9 @@ class Engine:
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         try:
             self.update.run(optimizer)
-            self._publish(updated)
+            if self.config.stage.optimizer:
+                self._publish()
+            self._note_written(updated)
         except BaseException as error:
             if self.update.begun:
                 self._poison = f"{type(error).__name__}: {error}"
@@ -306,12 +308,14 @@ class Engine:
             name = self.name_of[record.param]
             _log.warning("step skipped: the gradient of %r is not finite (%d skipped so far)", name, self.skipped_steps)
 
-    def _publish(self, written: Sequence[nn.Parameter]) -> None:
-        """Parameters have new values: everybody's whole copies follow, graphs on the old ones are stale."""
-        tickets = [self.residency.publish(u) for u in self.units] if self.config.stage.optimizer else []
-        for ticket in tickets:
+    def _publish(self) -> None:
+        """Every rank has new values for its shard: homes that hold whole units get everybody's."""
+        for ticket in [self.residency.publish(u) for u in self.units]:
             if ticket is not None:
                 ticket.wait()
+
+    def _note_written(self, written: Sequence[nn.Parameter]) -> None:
+        """Graphs on the old values of these parameters are stale."""
         for unit in {self.unit_of[p] for p in written}:
             unit.version += 1
         mark_changed(written)
@@ -430,7 +434,8 @@ class Engine:
     def after_load(self) -> None:
         """All parameters have been loaded anew: whole copies are old, and a half-finished update is forgiven."""
         self.residency.forget()
-        self._publish(list(self.unit_of))
+        self._publish()
+        self._note_written(list(self.unit_of))
         self.update.refresh_masters(self.unit_of)
         self._poison = None
 
