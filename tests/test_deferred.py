@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -97,17 +96,11 @@ def test_outside_nothing_changes() -> None:
 
 
 def test_no_such_folder() -> None:
-    with pytest.raises(ArgumentError, match=r"deferred\(disk='/no/such/folder'\): there is no such folder"), lowtide.deferred(
-        disk="/no/such/folder"
+    with (
+        pytest.raises(ArgumentError, match=r"deferred\(disk='/no/such/folder'\): there is no such folder"),
+        lowtide.deferred(disk="/no/such/folder"),
     ):
         pass
-
-
-def open_files() -> set[str]:
-    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "lowtide-" in line} | {
-        os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")
-        if "lowtide-" in os.readlink(f"/proc/self/fd/{n}")
-    }  # fmt: skip
 
 
 def sharded(rank: int, world: int, stage: int) -> list[float]:

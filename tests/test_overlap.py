@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -57,7 +59,7 @@ def gradients(events: Events, unit: str) -> list[int]:
 
 def test_forward_gathers_the_next_unit_while_one_computes() -> None:
     for forward, _, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=0)):
-        for here, following in zip(UNITS, UNITS[1:], strict=False):
+        for here, following in pairwise(UNITS):
             assert place(forward, "attach", here) < place(forward, "prefetch", following) < place(forward, "release", here)
         # one ahead, not more: whoever is gathered two ahead takes memory for nothing
         for here, later in zip(UNITS, UNITS[2:], strict=False):
@@ -69,7 +71,7 @@ def test_forward_gathers_the_next_unit_while_one_computes() -> None:
 def test_backward_gathers_the_next_unit_and_reduces_the_last_one_while_one_computes() -> None:
     for _, backward, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=0)):
         order = UNITS[::-1]
-        for here, following in zip(order, order[1:], strict=False):
+        for here, following in pairwise(order):
             mine, next_ones = gradients(backward, here), gradients(backward, following)
             assert len(mine) == (2 if here == "head" else 6)
             assert place(backward, "prefetch", following) < mine[-1], f"{following} is gathered after {here} is done"
@@ -84,7 +86,7 @@ def test_reductions_overlap_backward_at_every_stage(stage: int) -> None:
     for forward, backward, _ in run_ranks(2, traced, stage, lowtide.Comm(bucket_bytes=0)):
         assert forward == [], "resident parameters are not moved"
         order = UNITS[::-1]
-        for here, following in zip(order, order[1:], strict=False):
+        for here, following in pairwise(order):
             assert gradients(backward, here)[-1] < place(backward, "reduce", here) < gradients(backward, following)[0]
 
 
@@ -98,7 +100,7 @@ def test_prefetch_can_be_deeper_or_off() -> None:
     for forward, _, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=0, prefetch=2)):
         assert place(forward, "prefetch", UNITS[2]) < place(forward, "release", UNITS[0])
     for forward, _, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=0, prefetch=0)):
-        for here, following in zip(UNITS, UNITS[1:], strict=False):
+        for here, following in pairwise(UNITS):
             assert place(forward, "release", here) < place(forward, "prefetch", following)
 
 

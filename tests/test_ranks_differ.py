@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,12 +15,13 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import lowtide
+from lowtide import api
 from lowtide.errors import Error, Mismatch, PeerFailed
 from tests.kit.dist import run_ranks
 from tests.kit.models import Block, Stack
 
 LIMIT = 2.0  # seconds from the failure of one rank to the error on another
-COMM = lowtide.Comm(bucket_bytes=0, deadline=60)
+COMM = lowtide.Comm(bucket_bytes=0, deadline=20)
 
 
 def stack(count: int = 2) -> Stack:
@@ -61,31 +63,31 @@ def _transposed(model: Stack) -> None:
 
 
 def _version(model: Stack) -> None:
-    lowtide.__version__ = "9.9.9"
+    api.__version__ = "9.9.9"
 
 
 # what one rank does differently → (to its model, to the arguments, what every rank is told)
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "shape": (_wider, {}, r"parameter 12: rank 0 has 'head\.weight float32 \(5, 24\)', rank 1 has 'head\.weight float32 \(6, 24\)'"),
-    "dtype": (_half, {}, r"parameter 12: rank 0 has 'head\.weight float32 \(5, 24\)', rank 1 has 'head\.weight float64 \(5, 24\)'"),
-    "order": (_swapped, {}, r"parameter 8: rank 0 has 'blocks\.1\.up\.weight float32 \(48, 24\)', rank 1 has .*\(24, 48\)'"),
-    "frozen": (_frozen, {}, r"parameter 2: rank 0 has '.*\(48, 24\)', rank 1 has 'blocks\.0\.up\.weight float32 \(48, 24\) frozen'"),
+    "shape": (_wider, {}, r"parameter 12: rank 0 has 'head\.weight float32 \(5, 24\).*', rank 1 has 'head\.weight .*\(6, 24\)"),
+    "dtype": (_half, {}, r"parameter 12: rank 0 has 'head\.weight float32 \(5, 24\).*', rank 1 has 'head\.weight float64 "),
+    "order": (_swapped, {}, r"parameter 8: rank 0 has 'blocks\.1\.up\.weight float32 \(48, 24\).*', rank 1 has .*\(24, 48\)"),
+    "frozen": (_frozen, {}, r"parameter 2: rank 0 has '.*\(48, 24\).*', rank 1 has 'blocks\.0\.up\.weight .* frozen"),
     "class": (_renamed, {}, r"model: rank 0 has 'Stack', rank 1 has 'Renamed'"),
     "buffer": (_buffer, {}, r"rank 0 has .*, rank 1 has buffer 0: 'mean torch\.float32 \(3,\)'"),
     "memory order": (_transposed, {}, r"parameter 2: rank 0 has 'blocks\.0\.up\.weight"),
-    "stage": (None, {"stage": 2}, r"configuration: rank 0 has '.*number=3.*', rank 1 has '.*number=2"),
-    "partition": (None, {"partition": "row"}, r"configuration: rank 0 has '.*by='element'.*', rank 1 has '.*by='row'"),
-    "precision": (None, {"precision": "bf16"}, r"configuration: rank 0 has '.*', rank 1 has '.*param='bf16'"),
-    "units": (None, {"units": "blocks.1"}, r"rank 0 has|unit"),
-    "optimizer": (None, {"optimizer": SGD}, r"optimizer: rank 0 has 'AdamW with groups of \[14\].*', rank 1 has 'SGD with"),
-    "no optimizer": (None, {"optimizer": None}, r"rank 0 has optimizer: 'AdamW .*', rank 1 has no further entry"),
+    "stage": (None, {"stage": 2}, r"configuration: rank 0 has .*number=3.*, rank 1 has .*number=2"),
+    "partition": (None, {"partition": "row"}, r"configuration: rank 0 has .*by='element'.*, rank 1 has .*by='row'"),
+    "precision": (None, {"precision": "bf16"}, r"configuration: rank 0 has .*param=None.*, rank 1 has .*param='bf16'"),
+    "units": (None, {"units": "blocks.*.up"}, r"unit 0: rank 0 has 'blocks\.0: 6 .*', rank 1 has 'blocks\.0\.norm: 2 "),
+    "optimizer": (None, {"optimizer": SGD}, r"optimizer: rank 0 has 'AdamW.*', rank 1 has 'SGD"),
+    "no optimizer": (None, {"optimizer": None}, r"rank 0 has optimizer: 'AdamW.*', rank 1 has no further entry"),
     "version": (_version, {}, r"lowtide version: rank 0 has '0\..*', rank 1 has '9\.9\.9'"),
 }  # fmt: skip
 
 
 def disagree(rank: int, world: int, name: str) -> str:
     change, arguments, _ = CASES[name]
-    known = lowtide.__version__
+    known = api.__version__
     options: dict[str, Any] = {"stage": 3, "comm": COMM, "optimizer": AdamW}
     model = stack()
     if rank == 1:
@@ -101,10 +103,10 @@ def disagree(rank: int, world: int, name: str) -> str:
     else:
         text = "nobody objected"
     finally:
-        lowtide.__version__ = known
-    assert [(id(p), p.data_ptr()) for p in model.parameters()] == before or text == "nobody objected"
-    # the refused call left everything in order: the ranks agree on something else right away
+        api.__version__ = known
     if text != "nobody objected":
+        assert [(id(p), p.data_ptr()) for p in model.parameters()] == before
+        # the refused call left everything in order: the ranks agree on something else right away
         model, optimizer = lowtide.shard(again := stack(), SGD(again.parameters(), lr=0.1), stage=3, comm=COMM)
         model(torch.ones(1, 24)).sum().backward()
         optimizer.step()
@@ -115,8 +117,6 @@ def disagree(rank: int, world: int, name: str) -> str:
 def test_every_rank_is_told_the_first_difference(name: str) -> None:
     texts = run_ranks(3, disagree, name)
     assert len(set(texts)) == 1, texts
-    import re
-
     assert re.search(f"^ranks differ: .*{CASES[name][2]}", texts[0]), texts[0]
 
 
@@ -130,7 +130,7 @@ def wrong_argument(rank: int, world: int) -> str:
 
 
 def test_an_argument_that_is_wrong_on_one_rank() -> None:
-    texts = run_ranks(3, wrong_argument, fresh=True)
+    texts = run_ranks(3, wrong_argument, fresh=True, timeout=30)
     assert texts[1].startswith("ArgumentError: stage is 7")
     for rank in (0, 2):
         assert texts[rank].startswith("PeerFailed: rank 1 failed: ArgumentError: stage is 7"), texts

@@ -1,4 +1,7 @@
-"""``python -m lowtide`` (and ``torchrun -m lowtide``) is the ``lowtide`` command."""
+"""``python -m lowtide``, and ``torchrun ... -m -- lowtide``, is the ``lowtide`` command.
+
+(Without ``--``, torchrun takes ``--run`` for an abbreviation of an option of its own.)
+"""
 
 from __future__ import annotations
 

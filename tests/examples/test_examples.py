@@ -19,7 +19,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def _run(*command: str) -> str:
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=surroundings, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=surroundings, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -59,6 +59,7 @@ def test_hf_finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "it goes on:" in output
 
 
+@pytest.mark.timeout(300)  # five processes: a quarter of a minute, more on a busy machine
 def test_image_five_nodes() -> None:
     pytest.importorskip("sklearn")
     outcomes = json.loads(_run(sys.executable, "examples/image_five_nodes.py").splitlines()[-1])

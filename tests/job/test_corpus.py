@@ -13,6 +13,7 @@ from lowtide.job import corpus as corpus_module
 from lowtide.job.batches import VALIDATION_BATCHES, TextBatches
 from lowtide.job.corpus import Corpus, open_corpus, prepare_corpus
 from lowtide.job.sources import PIECE_BYTES, find_source
+from lowtide.job.tokenfile import TokenisingFailed, make, make_in_process
 from lowtide.job.tokens import END
 
 
@@ -98,9 +99,16 @@ def test_a_failure_while_writing_leaves_nothing(library: Path, tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)  # a full disk cannot be had here without root
         with pytest.raises(OSError, match="No space left"):
-            _prepare(library, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-    assert _prepare(library, tmp_path / "cache").exists()
+            make(tmp_path / "x.tokens", find_source(str(library)), encoding="bytes", vocabulary=256)
+    assert [path.name for path in tmp_path.iterdir()] == ["library"]
+
+
+def test_a_cache_that_cannot_be_written_says_why(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentError, match="XDG_CACHE_HOME"):
+        _prepare(library, tmp_path / "file" / "cache")
+    with pytest.raises(TokenisingFailed, match="No such file or directory"):
+        make_in_process(tmp_path / "no" / "x.tokens", data=str(library), encoding="bytes", vocabulary=256)
 
 
 def test_hostile_names_and_files_that_are_not_text(tmp_path: Path) -> None:

@@ -57,8 +57,7 @@ def test_a_report_of_a_rank_is_the_cause_and_gives_the_exit_code(tmp_path: Path,
         """
         from pathlib import Path
         from lowtide.errors import ArgumentError, PeerFailed
-        from lowtide.cli.output import say_failure
-from lowtide.job.failure import describe, leave_report
+        from lowtide.job.failure import describe, leave_report
         error = ArgumentError("--model returned a str") if rank == 1 else PeerFailed(1, "gone", "")
         leave_report(describe(error, rank), Path(os.environ["LOWTIDE_RANKS_FOLDER"]))
         time.sleep(60)

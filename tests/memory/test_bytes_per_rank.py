@@ -192,9 +192,7 @@ def sixteen_bits(rank: int, ranks: int, stage: int) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
     numel = 4 * 64 * 64
     precision = lowtide.Precision(param="bf16")
-    model, optimizer = lowtide.shard(
-        model, torch.optim.AdamW(model.parameters()), stage=stage, precision=precision, comm=COMM
-    )
+    model, optimizer = lowtide.shard(model, torch.optim.AdamW(model.parameters()), stage=stage, precision=precision, comm=COMM)
     model(torch.ones(1, 64)).float().sum().backward()
     optimizer.step()
     live = engine_of(model).ledger.live

@@ -16,7 +16,7 @@ SIZES = st.sampled_from([0, 8, 100, 4096, 5000, 8192, 12_000, 40_000])
 class Game(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena(torch.device("cpu"))
+        self.arena = Arena(torch.device("cpu"), forked=False)
         self.taken: list[tuple[Block, int]] = []  # with the number that fills it
         self.views: list[tuple[Tensor, int]] = []
         self.number = 0

@@ -12,7 +12,7 @@ from lowtide.tiers.arena import Arena
 
 @pytest.fixture
 def arena() -> Arena:
-    return Arena(torch.device("cpu"))
+    return Arena(torch.device("cpu"), forked=False)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100, mmap.PAGESIZE, mmap.PAGESIZE + 1, (4 << 20) + 64])

@@ -46,7 +46,10 @@ def test_each_is_also_the_built_in_a_caller_expects(cls: type[errors.Error]) -> 
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        (errors.Evicted, ["'head.weight'", "unit 'head'", "mul needs its values", "`with lowtide.gathered(module):`", "write=True"]),
+        (
+            errors.Evicted,
+            ["'head.weight'", "unit 'head'", "mul needs its values", "`with lowtide.gathered(module):`", "write=True"],
+        ),
         (errors.GradientElsewhere, ["'head.weight'", "aten.add", "`grad.full_tensor()`", "on every rank"]),
         (errors.StaleGraph, ["unit 'head'", "Run the forward pass again"]),
         (errors.Mismatch, ["ranks differ: stage: rank 0 has '2', rank 1 has '3'"]),

@@ -52,13 +52,14 @@ def train(
 ) -> int:
     """Train a GPT, or your own model, on text.
 
-    Starts --ranks processes on this host (no port is opened), or joins the ranks that torchrun started.
+    Starts --ranks processes on this host (no port is opened), or joins the ranks that torchrun started
+    (torchrun --nproc-per-node 2 -m -- lowtide train ...).
     """
     chosen: dict[str, Any] = {"preset": preset, "model": model, "data": data, "synthetic": synthetic}
     chosen |= {"steps": steps, "batch": batch, "lr": lr, "ranks": ranks, "threads": threads, "seed": seed}
     folder = run if run is not None else None if synthetic else new_run_folder(model or preset or _DEFAULTS.model_name)
     options = Options(**chosen, stage=parse_stage_word(stage), run=folder)
-    if options.run is not None:
+    if options.run is not None and os.environ.get("RANK", "0") == "0":  # the other ranks may find rank 0's files there
         check_run_folder(options.run)
     return run_job(options, output="json" if json else "text")
 

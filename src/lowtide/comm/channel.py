@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_SAME_ORDER = (
+    "Every rank must run the same units in the same order; routing that differs by rank must stay inside a unit (units=)"
+)
 _HEADER_BYTES = 256
 _HEADER = struct.Struct("<QqQIB")  # hash of the label, unit, sequence number, bytes of the note, bytes of the label's text
 _TEXT_BYTES = 96
@@ -198,7 +201,7 @@ class Channel:
             with torch.inference_mode(False), torch.no_grad():
                 ticket.carry_out(self._wire, self._sequence)
         except _HeadersDiffer as differ:
-            error = Mismatch(differ.difference)
+            error = Mismatch(f"{differ.difference}. {_SAME_ORDER}")
             self._break(error, tell=False)  # every rank has seen the same headers
         except Mismatch as mismatch:
             error = mismatch  # raised on every rank by its contract, after the exchange: the channel is in order

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from lowtide import errors
-from lowtide.comm.channel import Label, Wire
 from lowtide.comm.group import Group
 from lowtide.config import Config
 from lowtide.runtime import evicted, norm
 from lowtide.runtime.buffers import Buffers
-from lowtide.runtime.grads import GradRecord, Grads
+from lowtide.runtime.exchange import Exchange
+from lowtide.runtime.grads import Grads
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.outputs import map_tensors, tensors_in
 from lowtide.runtime.prefetch import Successors
@@ -41,13 +38,6 @@ _log = logging.getLogger("lowtide")
 
 Touch = Callable[[nn.Parameter, Callable[..., Any], Any, Any], Any]
 """What an evicted parameter answers when it is used, while a state_dict is written or read."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What all ranks agreed on before an update: the key of the first parameter with a non-finite gradient, if any."""
-
-    bad_key: int | None
 
 
 class _Pass:
@@ -85,6 +75,7 @@ class Engine:
             ledger=self.ledger,
             trace=self.trace,
         )
+        self.exchange = Exchange(group, self.reductions)
         self.buffers = Buffers(model, group, self.gathers)
         self.scale = LossScale(config.precision.scale)
         self.update = Update(config=config, group=group, residency=self.residency, grads=self.grads, ledger=self.ledger)
@@ -116,11 +107,7 @@ class Engine:
     @property
     def cuts_parameters(self) -> bool:
         """Whether the optimizer sees any parameter in pieces."""
-        if not self.config.stage.optimizer:
-            return False
-        layouts = [u.layout for u in self.units]
-        pieces = [(la.piece(i, r), p.numel) for la in layouts for i, p in enumerate(la.params) for r in range(la.ranks)]
-        return any(lo < hi and (lo, hi) != (0, numel) for (lo, hi), numel in pieces)
+        return self.config.stage.optimizer and any(u.layout.cuts_a_parameter for u in self.units)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +119,7 @@ class Engine:
             self._forward_order.restart()
             self.buffers.before_forward()
             for unit in self.units:
-                self._refuse_replaced(unit)
+                self.residency.refuse_replaced(unit)
         self._depth += 1
         return self._prepare_inputs(args), self._prepare_inputs(kwargs)
 
@@ -275,10 +262,10 @@ class Engine:
             raise errors.Refused(
                 f"optimizer.step() inside gathered() or a forward pass that uses unit {unit.name!r}; leave it first."
             )
-        verdict = self._verdict()
-        self.scale.after_step(skipped=verdict.bad_key is not None)
-        if verdict.bad_key is not None:
-            self._skip(verdict.bad_key)
+        bad_key = self._first_not_finite()
+        self.scale.after_step(skipped=bad_key is not None)
+        if bad_key is not None:
+            self._skip(bad_key)
             return False
         self.residency.forget()
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -294,12 +281,11 @@ class Engine:
         self.trace("update", "")
         return True
 
-    def _verdict(self) -> Verdict:
-        """Whether every gradient on every rank is finite."""
+    def _first_not_finite(self) -> int | None:
+        """The key of the first parameter whose gradient is not finite on some rank; all ranks get the same answer."""
         mine = next((p.key for p in self.update.grad_pieces() if not _all_finite(p.values)), -1)
-        notes = self.reductions.run(Label("verdict", -1, "finite gradients"), lambda _, notes: notes, struct.pack("<q", mine))
-        bad = [key for (key,) in (struct.unpack("<q", n) for n in notes) if key >= 0]
-        return Verdict(min(bad) if bad else None)
+        bad = [key for key in self.exchange.numbers("finite gradients", mine) if key >= 0]
+        return min(bad, default=None)
 
     def _skip(self, key: int) -> None:
         self.skipped_steps += 1
@@ -330,24 +316,7 @@ class Engine:
 
     def norms(self, order: float) -> dict[int, float]:
         """The norm of every gradient by key, over all ranks."""
-        return norm.norms(self.update.grad_pieces(), order, self._combine)
-
-    def _combine(self, mine: Tensor) -> list[Tensor]:
-        """Everybody's fp64 vector; they may differ in length, so the lengths go first."""
-
-        def work(wire: Wire, notes: list[bytes]) -> list[Tensor]:
-            lengths = [struct.unpack("<q", n)[0] for n in notes]
-            if self.group.replicate.size > 1:  # copies hold the same pieces: one copy speaks for all
-                first = self.group.replicate.rank * self.group.shard.size
-                lengths = lengths[first : first + self.group.shard.size]
-            cuts = [8 * sum(lengths[:k]) for k in range(len(lengths) + 1)]
-            whole = torch.empty(cuts[-1], dtype=torch.uint8)
-            here = self.group.shard.rank
-            whole[cuts[here] : cuts[here + 1]].copy_(mine.view(torch.uint8))
-            wire.shard.gather(whole, cuts)
-            return [whole[a:b].view(torch.float64) for a, b in itertools.pairwise(cuts)]
-
-        return self.reductions.run(Label("norm", -1, "norms of gradients"), work, struct.pack("<q", mine.numel()))
+        return norm.norms(self.update.grad_pieces(), order, self.exchange.vectors)
 
     def norm_of(self, grad: ShardedGrad, order: float) -> float:
         if order not in self._norm_cache:  # torch asks for one norm at a time; one exchange answers for all
@@ -355,8 +324,7 @@ class Engine:
         return self._norm_cache[order].get(grad.key, 0.0)
 
     def any_rank(self, flag: bool) -> bool:  # noqa: FBT001
-        notes = self.reductions.run(Label("flag", -1, "a flag"), lambda _, notes: notes, bytes([flag]))
-        return any(n[0] for n in notes)
+        return any(self.exchange.numbers("a flag", int(flag)))
 
     def grads_changed(self) -> None:
         self._norm_cache.clear()
@@ -367,21 +335,8 @@ class Engine:
         param = record.unit.layout.params[record.index]
         if not self.config.stage.gradients:
             return grad.piece.as_strided(param.shape, param.stride).clone()
-        return self.gather_flat(record, grad.piece, "gradient").as_strided(param.shape, param.stride)
-
-    def gather_flat(self, record: GradRecord, piece: Tensor, what: str) -> Tensor:
-        """Everybody's pieces of one tensor that is cut like parameter ``record``, as one flat tensor."""
-        layout, index = record.unit.layout, record.index
-        width = piece.element_size()
-        cuts = [0, *(layout.piece(index, r)[1] * width for r in range(layout.ranks))]
-        for r in range(1, len(cuts)):
-            cuts[r] = max(cuts[r], cuts[r - 1])
-        whole = torch.empty(layout.params[index].numel, dtype=piece.dtype, device=piece.device)
-        here = self.group.shard.rank
-        whole.view(torch.uint8)[cuts[here] : cuts[here + 1]].copy_(piece.contiguous().view(torch.uint8))
-        label = Label("gather", record.unit.index, f"{what} of {record.unit.names[index]}, {whole.nbytes} bytes")
-        self.gathers.run(label, lambda wire, _: wire.shard.gather(whole.view(torch.uint8), cuts))
-        return whole
+        name = f"the gradient of {self.name_of[record.param]}"
+        return self.exchange.whole(name, record.unit.layout, record.index, grad.piece).as_strided(param.shape, param.stride)
 
     # -- evicted parameters -------------------------------------------------------------------------------------------
 
@@ -438,14 +393,6 @@ class Engine:
         self._note_written(list(self.unit_of))
         self.update.refresh_masters(self.unit_of)
         self._poison = None
-
-    def _refuse_replaced(self, unit: Unit) -> None:
-        name = self.residency.check_identity(unit)
-        if name is not None:
-            raise errors.Refused(
-                f"the memory of parameter {name!r} was replaced after lowtide.shard (by .to(), .half() or `param.data = ...`). "
-                f"Convert the model before sharding it; change values with `with lowtide.gathered(module, write=True):`."
-            )
 
 
 def _all_finite(values: Tensor) -> bool:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowtide.comm.channel import Label
 from lowtide.config import Config
 from lowtide.errors import ArgumentError, Refused
 from lowtide.runtime.engine import Engine
@@ -133,10 +132,10 @@ def _whole_state_dict(optimizer: ShardedOptimizer, local: dict[str, Any]) -> dic
     engine = optimizer.lowtide_engine
     params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
     mine = {index: {k: _describe(v, params[int(index)], engine) for k, v in s.items()} for index, s in local["state"].items()}
-    notes = engine.reductions.run(Label("state", -1, "optimizer states"), lambda _, n: n, _padded(json.dumps(mine), engine))
+    everybody = engine.exchange.texts("optimizer states", json.dumps(mine))
     known: dict[str, dict[str, Any]] = {}
-    for note in notes:
-        for index, entry in json.loads(note.rstrip(b"\0")).items():
+    for text in everybody:
+        for index, entry in json.loads(text).items():
             known.setdefault(index, entry)
     state: dict[int, dict[str, Any]] = {}
     for index in sorted(known, key=int):
@@ -148,7 +147,9 @@ def _whole_state_dict(optimizer: ShardedOptimizer, local: dict[str, Any]) -> dic
             if kind == "piece":
                 here = local["state"].get(int(index), {}).get(key)
                 here = torch.empty(0, dtype=getattr(torch, dtype)) if here is None else _flat(here, spec.stride)
-                row[key] = engine.gather_flat(piece.record, here, f"{key}").as_strided(spec.shape, spec.stride)
+                what = f"{key} of {engine.name_of[param]}"
+                flat = engine.exchange.whole(what, piece.record.unit.layout, piece.record.index, here)
+                row[key] = flat.as_strided(spec.shape, spec.stride)
             else:
                 row[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "scalar" else value
     return {**local, "state": state} if engine.group.rank == 0 else {}
@@ -166,11 +167,3 @@ def _describe(value: Any, param: nn.Parameter, engine: Engine) -> tuple[str, str
             return "piece", name, None
         return "scalar", name, value.tolist()
     return "plain", "", value
-
-
-def _padded(text: str, engine: Engine) -> bytes:
-    """Notes have one length on all ranks: agree on the longest first."""
-    raw = text.encode()
-    lengths = engine.reductions.run(Label("length", -1, "optimizer states"), lambda _, n: n, len(raw).to_bytes(8, "little"))
-    longest = max(int.from_bytes(n, "little") for n in lengths)
-    return raw.ljust(longest, b"\0")

@@ -87,11 +87,12 @@ class Residency:
                 wire.world.broadcast(value.view(torch.uint8))
 
         self._channel.run(Label("start", unit.index, unit.name), send)
-        block = (self._homes if resident or self._group.shard.size == 1 else self._slots).take(layout.nbytes)
+        stays_whole = resident or self._group.shard.size == 1
+        block = (self._homes if stays_whole else self._slots).take(layout.nbytes)
         _fill(unit.views(block.tensor), values)
-        covers = (0, layout.nbytes) if resident else (layout.cuts[rank], layout.cuts[rank + 1])
+        covers = (0, layout.nbytes) if stays_whole else (layout.cuts[rank], layout.cuts[rank + 1])
         home = block
-        if covers != (0, layout.nbytes):
+        if not stays_whole:
             home = self._homes.take(covers[1] - covers[0])
             home.tensor[: covers[1] - covers[0]].copy_(block.tensor[covers[0] : covers[1]])
             self._slots.give(block)
@@ -119,7 +120,7 @@ class Residency:
         if place.state is not State.HOME:
             return
         self._trace("prefetch", unit.name)
-        if place.covers == (0, unit.layout.nbytes):
+        if self._group.shard.size == 1:
             place.block, place.state = place.home, State.WHOLE
             self._by_address[place.home.tensor.data_ptr()] = unit
             return
@@ -225,7 +226,7 @@ class Residency:
     def publish(self, unit: Unit) -> Ticket[None] | None:
         """After an update: bring other ranks' new shards into a home that holds the whole unit."""
         place = self._places[unit]
-        if place.covers != (0, unit.layout.nbytes) or self._group.shard.size == 1:
+        if not place.permanent or self._group.shard.size == 1:
             return None
         home = place.home.tensor
         return self._channel.submit(
@@ -243,16 +244,18 @@ class Residency:
         if home.data_ptr() != whole[lo:].data_ptr():
             home.copy_(whole[lo:hi])
 
-    def check_identity(self, unit: Unit) -> str | None:
-        """The name of a resident parameter whose memory somebody replaced (``.to()``, ``.half()``), if any."""
+    def refuse_replaced(self, unit: Unit) -> None:
+        """Raise if somebody replaced the memory of an attached parameter (``.to()``, ``.half()``, ``param.data = ...``)."""
         place = self._places[unit]
         if place.state is not State.ATTACHED:
-            return None
+            return
         base = (place.block or place.home).tensor.data_ptr()
         for name, param, shape, offset in zip(unit.names, unit.params, unit.layout.params, unit.layout.offsets, strict=True):
             if shape.numel and param.data_ptr() != base + offset:
-                return name
-        return None
+                raise Refused(
+                    f"the memory of parameter {name!r} was replaced after lowtide.shard (by .to(), .half() or `param.data = ...`)."
+                    f" Convert the model before sharding it; change values with `with lowtide.gathered(module, write=True):`."
+                )
 
     # -- param.data ---------------------------------------------------------------------------------------------------
 

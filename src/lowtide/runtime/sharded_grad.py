@@ -7,6 +7,7 @@ clamping, zeroing) to the piece on this rank, with the global result, so that ``
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -37,13 +38,21 @@ class ShardedGrad(torch.Tensor):
     piece: Tensor
     key: int
     parameter: str
-    owner: GradOwner
+    owner_reference: weakref.ref[GradOwner]  # weak: Python cannot see a cycle that goes through ``param.grad``
+
+    @property
+    def owner(self) -> GradOwner:
+        """Who combines this gradient with other ranks'."""
+        owner = self.owner_reference()
+        if owner is None:
+            raise GradientElsewhere(self.parameter, "anything, now that its sharded model is gone,")
+        return owner
 
     @classmethod
     def make(cls, like: Tensor, *, stride: Sequence[int], piece: Tensor, key: int, name: str, owner: GradOwner) -> ShardedGrad:
         """A gradient shaped like ``like``, of which ``piece`` is here."""
         self: ShardedGrad = wrapper_tensor(cls, like, tuple(stride))
-        self.piece, self.key, self.parameter, self.owner = piece, key, name, owner
+        self.piece, self.key, self.parameter, self.owner_reference = piece, key, name, weakref.ref(owner)
         return self
 
     def full_tensor(self) -> Tensor:

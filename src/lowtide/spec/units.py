@@ -18,9 +18,6 @@ from torch import nn
 from lowtide.config import UnitChoice
 from lowtide.errors import ArgumentError
 
-# A block above this part of the model is looked into for blocks of its own.
-_LARGE_BLOCK = 0.25
-
 
 @dataclass(frozen=True)
 class UnitSpec:
@@ -66,34 +63,15 @@ def needs(module: nn.Module, hosts: set[nn.Module]) -> set[nn.Parameter]:
     return reached
 
 
-def _nbytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
 def _is_called(module: nn.Module) -> bool:
     """ModuleList, ModuleDict and ParameterList have no forward of their own: their owner calls what is inside."""
     return type(module).forward is not nn.Module.forward
 
 
 def _repeated(model: nn.Module) -> set[nn.Module]:
-    total = max(_nbytes(model), 1)
-    blocks: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        for child in _repeated_children(module):
-            inner: list[nn.Module] = []
-            if _nbytes(child) > _LARGE_BLOCK * total:
-                inner = [m for m in child.modules() if m is not child and _repeated_children(m)]
-            if inner:
-                visit(child)
-            else:
-                blocks.add(child)
-        for child in module.children():
-            if child not in blocks:
-                visit(child)
-
-    visit(model)
-    return blocks
+    """The outermost repeated blocks. Blocks inside blocks (a router's experts) stay with theirs: which of them runs may differ
+    from rank to rank."""
+    return _outermost(model, {block for module in model.modules() for block in _repeated_children(module)})
 
 
 def _repeated_children(module: nn.Module) -> list[nn.Module]:
