@@ -1,4 +1,4 @@
-"""``lowtide demo``: what lowtide does, told in five short chapters on this machine."""
+"""``lowtide demo``: what lowtide does, told in four short chapters and a closing box."""
 
 from __future__ import annotations
 

@@ -253,8 +253,8 @@ class Residency:
         for name, param, shape, offset in zip(unit.names, unit.params, unit.layout.params, unit.layout.offsets, strict=True):
             if shape.numel and param.data_ptr() != base + offset:
                 raise Refused(
-                    f"the memory of parameter {name!r} was replaced after lowtide.shard (by .to(), .half() or `param.data = ...`)."
-                    f" Convert the model before sharding it; change values with `with lowtide.gathered(module, write=True):`."
+                    f"the memory of parameter {name!r} was replaced after lowtide.shard (.to(), .half(), `param.data = ...`). "
+                    f"Convert the model before sharding it; change values with `with lowtide.gathered(module, write=True):`."
                 )
 
     # -- param.data ---------------------------------------------------------------------------------------------------
