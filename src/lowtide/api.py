@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lowtide.comm.agree import agree
 from lowtide.comm.group import Group
 from lowtide.config import Activations, Comm, Config, Partition, Precision, UnitChoice, Update, build_config
-from lowtide.errors import NO_WHOLE_COMPILE, ArgumentError, DoesNotFit, Refused
+from lowtide.errors import NO_WHOLE_COMPILE, ArgumentError, DoesNotFit, Mismatch, Refused
 from lowtide.runtime import gathered as _gathered
 from lowtide.runtime import hooks, norm
 from lowtide.runtime import module as sharded_module
@@ -27,7 +27,7 @@ from lowtide.runtime import optimizer as sharded_optimizer
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.evicted import owner_of
 from lowtide.runtime.module import ShardedModule
-from lowtide.runtime.unit import dense_stride, flat_view
+from lowtide.runtime.unit import contiguous_stride, dense_stride, flat_view
 from lowtide.spec.units import UnitSpec, find_units
 from lowtide.torch_internals import is_compiled_whole
 from lowtide.version import __version__
@@ -68,6 +68,7 @@ def shard(
         raise ArgumentError(f"optimizer is a {type(optimizer).__name__}; lowtide.shard takes a torch.optim.Optimizer.")
     joined = Group.join(group, deadline=(comm or Comm()).deadline)
     try:
+        channels = joined.channel("gather"), joined.channel("reduce")  # first: a rank that is refused below can then be heard
         config = build_config(
             world_size=joined.shard.size,
             stage=stage,
@@ -84,13 +85,14 @@ def shard(
         )
         specs = find_units(model, units, bucket_bytes=config.comm.bucket_bytes)
         _refuse_too_large(specs, config, joined)
-        engine = Engine(model, specs, config, joined)
+        engine = Engine(model, specs, config, joined, channels)
         agree(engine.gathers, _facts(model, optimizer, specs, config))
         if optimizer is not None:
             sharded_optimizer.refuse(optimizer, engine)
         engine.start()
     except BaseException as error:
-        joined.watch.report(error)  # other ranks must not wait for this one
+        if not isinstance(error, Mismatch):  # that one is raised on every rank anyway
+            joined.watch.report(error)  # other ranks must not wait for this one
         joined.close()
         raise
     hooks.install(engine)
@@ -217,6 +219,12 @@ def _refuse_shared_memory(params: dict[str, nn.Parameter]) -> None:
             )
 
 
+def _order(param: nn.Parameter) -> str:
+    """How the elements lie in memory, if not row by row."""
+    stride = dense_stride(param)
+    return "" if stride == contiguous_stride(param.shape) else f" strides {stride}"
+
+
 def _facts(model: nn.Module, optimizer: Optimizer | None, specs: list[UnitSpec], config: Config) -> list[tuple[str, str]]:
     """What must be the same on every rank, in an order in which a difference is easiest to understand."""
     facts = [
@@ -227,7 +235,7 @@ def _facts(model: nn.Module, optimizer: Optimizer | None, specs: list[UnitSpec],
     facts += [("model", type(model).__name__)]
     for i, (name, p) in enumerate(model.named_parameters(remove_duplicate=False)):
         frozen = "" if p.requires_grad else " frozen"
-        facts.append((f"parameter {i}", f"{name} {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}{frozen}"))
+        facts.append((f"parameter {i}", f"{name} {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}{_order(p)}{frozen}"))
     facts += [(f"buffer {i}", f"{n} {b.dtype} {tuple(b.shape)}") for i, (n, b) in enumerate(model.named_buffers())]
     facts += [(f"unit {i}", f"{s.name}: {len(s.params)} parameters") for i, s in enumerate(specs)]
     if optimizer is not None:

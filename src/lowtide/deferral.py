@@ -27,9 +27,9 @@ _FACTORIES: frozenset[Any] = frozenset(
     getattr(torch, name)
     for name in (
         "empty empty_strided empty_like zeros zeros_like ones ones_like full full_like rand rand_like randn randn_like randint "
-        "randperm arange linspace eye tensor normal"
+        "randperm arange linspace eye tensor normal clone"
     ).split()
-)
+) | {Tensor.clone}
 
 
 class _FileBacked(TorchFunctionMode):

@@ -78,9 +78,10 @@ class Mismatch(Error, RuntimeError):
     """Ranks do not agree on the model, its configuration or the library; raised on every rank."""
 
     difference: str
+    way_out: str = ""
 
     def __str__(self) -> str:
-        return f"ranks differ: {self.difference}"
+        return f"ranks differ: {self.difference}" + (f". {self.way_out}" if self.way_out else "")
 
 
 @dataclass(eq=False)
@@ -102,6 +103,9 @@ class DeadlineExceeded(Error, TimeoutError):
 
     waiting_for: str
     seconds: float
+
+    def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, float]]:
+        return type(self), (self.waiting_for, self.seconds)  # an OSError forgets its arguments
 
     def __str__(self) -> str:
         return (

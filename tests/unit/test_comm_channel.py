@@ -95,12 +95,14 @@ def raises_mismatch(rank: int, world_size: int, odd: int, other: Label, note: by
     ],
 )
 def test_ranks_that_do_different_things_all_raise(other: Label, note: bytes, expected: str) -> None:
-    assert run_ranks(3, raises_mismatch, 1, other, note) == [[f"ranks differ: {expected}"] * 2] * 3
+    for told in run_ranks(3, raises_mismatch, 1, other, note):
+        assert [text.partition(". Every rank must run")[0] for text in told] == [f"ranks differ: {expected}"] * 2
 
 
 def test_a_mismatch_of_rank_0_is_told_the_same_way() -> None:
     text = "ranks differ: rank 0 is at gather of 'blocks.4', rank 1 is at gather of 'blocks.3'"
-    assert run_ranks(2, raises_mismatch, 0, label(4), b"ab") == [[text, text]] * 2
+    for told in run_ranks(2, raises_mismatch, 0, label(4), b"ab"):
+        assert [line.partition(". Every rank must run")[0] for line in told] == [text, text]
 
 
 def fail_in_work(rank: int, world_size: int) -> list[str]:

@@ -201,7 +201,7 @@ class Channel:
             with torch.inference_mode(False), torch.no_grad():
                 ticket.carry_out(self._wire, self._sequence)
         except _HeadersDiffer as differ:
-            error = Mismatch(f"{differ.difference}. {_SAME_ORDER}")
+            error = Mismatch(differ.difference, _SAME_ORDER)
             self._break(error, tell=False)  # every rank has seen the same headers
         except Mismatch as mismatch:
             error = mismatch  # raised on every rank by its contract, after the exchange: the channel is in order

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from lowtide import errors
+from lowtide.comm.channel import Channel
 from lowtide.comm.group import Group
 from lowtide.config import Config
 from lowtide.runtime import evicted, norm
@@ -47,7 +48,9 @@ class _Pass:
 class Engine:
     """Everything that belongs to one sharded model."""
 
-    def __init__(self, model: nn.Module, specs: Sequence[UnitSpec], config: Config, group: Group) -> None:
+    def __init__(
+        self, model: nn.Module, specs: Sequence[UnitSpec], config: Config, group: Group, channels: tuple[Channel, Channel]
+    ) -> None:
         self.model, self.config, self.group = model, config, group
         device = specs[0].params[0].device if specs else torch.device("cpu")
         self.units = [Unit(i, spec, config, group.shard.size) for i, spec in enumerate(specs)]
@@ -55,7 +58,7 @@ class Engine:
         self.name_of = named(self.units)
         self.ledger, self.trace = Ledger(), Trace()
         self.homes, self.arena = Arena(device, forked=True), Arena(device, forked=False)
-        self.gathers, self.reductions = group.channel("gather"), group.channel("reduce")
+        self.gathers, self.reductions = channels
         weakref.finalize(self, group.close)  # threads would keep a dropped model's group alive
         self.residency = Residency(
             self.units,
@@ -65,6 +68,7 @@ class Engine:
             slots=self.arena,
             ledger=self.ledger,
             trace=self.trace,
+            ahead=config.comm.prefetch,
         )
         self.grads = Grads(
             self.units,
@@ -80,7 +84,6 @@ class Engine:
         self.scale = LossScale(config.precision.scale)
         self.update = Update(config=config, group=group, residency=self.residency, grads=self.grads, ledger=self.ledger)
         self.skipped_steps = 0
-        self.last_norm: float | None = None
         self._saved = SavedViews(self.residency, self._needed_in_backward)
         self._forward_order, self._backward_order = Successors(), Successors()
         self._depth = 0  # of forward passes under way: root or unit
@@ -268,9 +271,8 @@ class Engine:
             self._skip(bad_key)
             return False
         self.residency.forget()
-        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         try:
-            self.update.run(optimizer)
+            updated = self.update.run(optimizer)
             if self.config.stage.optimizer:
                 self._publish()
             self._note_written(updated)

@@ -67,10 +67,10 @@ class ShardedModule(nn.Module):
         return result
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
-        device = self.lowtide_engine.arena.device
-        probe = torch.empty(0, device=device)
-        moved = fn(probe)
-        if moved.dtype is probe.dtype and moved.device == probe.device:
+        probes = [
+            torch.empty(0, dtype=d, device=self.lowtide_engine.arena.device) for d in {p.dtype for p in self.parameters()}
+        ]
+        if all((moved := fn(p)).dtype is p.dtype and moved.device == p.device for p in probes):
             return self  # .to(where it is already), .float() of an fp32 model: nothing to do
         raise Refused(
             ".to(), .half(), .bfloat16() and the like cannot move a sharded model. Convert it before lowtide.shard, "

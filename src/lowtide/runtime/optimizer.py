@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowtide.config import Config
 from lowtide.errors import ArgumentError, Refused
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.probe import needs_closure, why_not_elementwise
@@ -72,7 +71,7 @@ class ShardedOptimizer(Optimizer):
 def refuse(optimizer: Optimizer, engine: Engine) -> None:
     """Raise if this optimizer cannot update this model's shards. Changes nothing."""
     _refuse_strangers((p for group in optimizer.param_groups for p in group["params"]), engine)
-    _refuse_whole_matrix(optimizer, engine, engine.config)
+    _refuse_whole_matrix(optimizer, engine)
 
 
 def make_sharded(optimizer: Optimizer, engine: Engine) -> None:
@@ -111,7 +110,7 @@ def _refuse_strangers(params: Iterable[Any], engine: Engine) -> None:
         )
 
 
-def _refuse_whole_matrix(optimizer: Optimizer, engine: Engine, config: Config) -> None:
+def _refuse_whole_matrix(optimizer: Optimizer, engine: Engine) -> None:
     name = type(optimizer).__name__
     if needs_closure(type(optimizer)):
         raise Refused(
@@ -120,7 +119,7 @@ def _refuse_whole_matrix(optimizer: Optimizer, engine: Engine, config: Config) -
     if not engine.cuts_parameters:
         return
     dtype = next((u.dtypes[0].master for u in engine.units if u.dtypes), torch.float32)
-    reason = why_not_elementwise(optimizer, dtype, config.partition.by)
+    reason = why_not_elementwise(optimizer, dtype)
     if reason is not None:
         raise Refused(
             f"{name} cannot update parameters that are cut between ranks: {reason}. "

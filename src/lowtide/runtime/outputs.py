@@ -41,10 +41,10 @@ class ScaleGradient(torch.autograd.Function):
     """The identity forward, a multiplication backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, tensor: Tensor, factor: Callable[[], float]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.factor = factor
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad * ctx.factor, None
+        return grad * ctx.factor(), None

@@ -60,7 +60,16 @@ class Residency:
     """Moves units between shard and whole. Only the thread that runs the step calls it."""
 
     def __init__(
-        self, units: Sequence[Unit], *, group: Group, channel: Channel, homes: Arena, slots: Arena, ledger: Ledger, trace: Trace
+        self,
+        units: Sequence[Unit],
+        *,
+        group: Group,
+        channel: Channel,
+        homes: Arena,
+        slots: Arena,
+        ledger: Ledger,
+        trace: Trace,
+        ahead: int,
     ) -> None:
         self._units = units
         self._group = group
@@ -69,6 +78,8 @@ class Residency:
         self._ledger = ledger
         self._trace = trace
         self._places: dict[Unit, _Place] = {}
+        self._ahead = max(ahead, 1)  # how many units may be whole, or on their way, on a guess
+        self._guessed: OrderedDict[Unit, None] = OrderedDict()
         self._recent: OrderedDict[Unit, None] = OrderedDict()
         self._by_address: dict[int, Unit] = {}
 
@@ -120,6 +131,9 @@ class Residency:
         if place.state is not State.HOME:
             return
         self._trace("prefetch", unit.name)
+        self._guessed[unit] = None
+        while len(self._guessed) > self._ahead:
+            self._drop(next(iter(self._guessed)))  # a guess that was wrong
         if self._group.shard.size == 1:
             place.block, place.state = place.home, State.WHOLE
             self._by_address[place.home.tensor.data_ptr()] = unit
@@ -143,6 +157,7 @@ class Residency:
             place.ticket = None
             place.state = State.WHOLE
             self._trace("gathered", unit.name)
+        self._guessed.pop(unit, None)
         self._recent[unit] = None
         self._recent.move_to_end(unit)
         self._shrink(protect=unit)
@@ -285,6 +300,7 @@ class Residency:
     def _drop(self, unit: Unit) -> None:
         place = self._places[unit]
         self._recent.pop(unit, None)
+        self._guessed.pop(unit, None)
         if place.ticket is not None:
             place.ticket.wait()
             place.ticket = None

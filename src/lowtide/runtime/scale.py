@@ -36,11 +36,10 @@ class LossScale:
         """What the model takes, such that gradients that leave through it are as if nothing had been scaled."""
         if not self.used or not tensor.requires_grad:
             return tensor
-        return ScaleGradient.apply(tensor, 1.0 / self.value)  # pyright: ignore[reportReturnType]
+        return ScaleGradient.apply(tensor, lambda: 1.0 / self.value)  # pyright: ignore[reportReturnType]
 
     def on_output(self, output: Any) -> Any:
         """What the model returns, such that gradients that enter through it are scaled once."""
         if not self.used:
             return output
-        value = self.value
-        return map_tensors(output, lambda t: ScaleGradient.apply(t, value) if t.requires_grad else t)
+        return map_tensors(output, lambda t: ScaleGradient.apply(t, lambda: self.value) if t.requires_grad else t)

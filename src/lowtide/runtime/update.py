@@ -104,8 +104,9 @@ class Update:
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def run(self, optimizer: Optimizer) -> None:
-        """Update every piece that has a gradient."""
+    def run(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Update every piece that has a gradient; returns the parameters that have one."""
+        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.begun = False
         with torch.no_grad(), self.on_pieces(optimizer) as pieces:
             for piece in pieces:
@@ -119,6 +120,7 @@ class Update:
                 piece.target.grad = None
                 self._narrow(optimizer, piece)
             self._ledger.set("optimizer", self._master_bytes + _state_bytes(optimizer))
+        return updated
 
     @contextmanager
     def on_pieces(self, optimizer: Optimizer) -> Generator[list[Piece]]:
