@@ -43,16 +43,16 @@ MODEL_QUICK = Shape(layers=2, width=64, heads=4, tokens=256, context=32, batch=2
 # In the order in which groups are filled, so that systems that shard the same things are measured side by side.
 # The number is what one rank needs at its peak, in bytes per parameter, rounded up: only for filling groups.
 SYSTEMS = {
-    "ddp": 26,
-    "zero-redundancy": 22,
-    "lowtide-1": 22,
-    "fsdp2": 26,
-    "lowtide-3": 22,
-    "lowtide-0": 26,
-    "deepspeed-1": 30,
-    "lowtide-2": 22,
-    "deepspeed-2": 28,
-    "deepspeed-3": 38,
+    "ddp": 22,
+    "zero-redundancy": 18,
+    "lowtide-1": 18,
+    "fsdp2": 24,
+    "lowtide-3": 16,
+    "lowtide-0": 22,
+    "deepspeed-1": 26,
+    "lowtide-2": 16,
+    "deepspeed-2": 24,
+    "deepspeed-3": 34,
 }
 OPTIONAL = {"alone": 22}
 PROCESS_BYTES = 400 * 2**20
