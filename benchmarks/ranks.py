@@ -1,6 +1,6 @@
 """lowtide's stages beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed: one model, two ranks, interleaved steps.
 
-    python benchmarks/ranks.py --out ranks.json --plot ranks.png     about ten minutes
+    python benchmarks/ranks.py --out ranks.json --plot ranks.png     about thirteen minutes
     python benchmarks/ranks.py --quick                               a tiny model: does the script work here?
     python benchmarks/ranks.py --markdown ranks.json                 the table for a README
 
@@ -162,7 +162,7 @@ class Group:
             if name in self._teams:
                 self._teams.pop(name).stop()
             if name == REFERENCE:
-                raise
+                raise SystemExit(f"{REFERENCE} failed, so there is nothing to compare with: {error}") from error
 
     def _start(self, name: str, record: Record) -> None:
         job = Job(
@@ -268,7 +268,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--systems", default=",".join(SYSTEMS), help=f"some of {', '.join([*SYSTEMS, *OPTIONAL])} (ddp always runs)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="how often every system gets a turn")
+    parser.add_argument("--rounds", type=int, default=6, help="how often every system gets a turn")
     parser.add_argument("--steps", type=int, default=1, help="steps in one turn")
     parser.add_argument("--patience", type=int, default=4, help="rounds to repeat when other processes keep the machine busy")
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for others before each round")

@@ -41,6 +41,7 @@ VERSUS = (
 )
 
 MINIMUM_QUIET_ROUNDS = 3
+ROUNDS_FOR_95_PERCENT = 6
 
 Records = Sequence[tuple[str, dict[str, Any]]]
 
@@ -214,13 +215,27 @@ def _conditions(result: dict[str, Any]) -> str:
         f"{model['dtype']}, {model['optimizer']}, {result['ranks']} ranks × {result['threads_per_rank']} thread; "
         f"{facts['cores']} cores ({facts['processor']}), {(facts['memory_bytes'] or 0) / 2**30:.0f} GiB; "
         f"{', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}; {result['date'][:10]}; "
-        f"{_rounds(result)} interleaved rounds, median and 95 % bootstrap interval of the ratio within a round."
+        f"{_rounds(result)} interleaved rounds, median and {_interval_name(result)} of the ratio within a round."
         f"{_disturbed(result)}"
     )
 
 
+def _counts(result: dict[str, Any]) -> list[int]:
+    return sorted({len(s["ratio_to_ddp"]["all"]) for s in result["systems"] if s["failure"] is None and s["system"] != "ddp"})
+
+
+def _interval_name(result: dict[str, Any]) -> str:
+    """With few rounds the bootstrap gives their range, which is less than a 95 % interval; see `Interval`."""
+    fewest = min(_counts(result), default=result["rounds"])
+    return (
+        "95 % bootstrap interval"
+        if fewest >= ROUNDS_FOR_95_PERCENT
+        else f"range over rounds ({1 - 2.0 ** (1 - fewest):.0%} coverage)"
+    )
+
+
 def _rounds(result: dict[str, Any]) -> str:
-    counts = sorted({len(s["ratio_to_ddp"]["all"]) for s in result["systems"] if s["failure"] is None and s["system"] != "ddp"})
+    counts = _counts(result)
     return "–".join(str(n) for n in dict.fromkeys((counts[0], counts[-1]))) if counts else str(result["rounds"])
 
 
@@ -257,10 +272,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axis.annotate(text, (end, row), xytext=(7, 0), textcoords="offset points", va="center", fontsize=9)
     left.axvline(1.0, color="#222", linewidth=0.9, linestyle="--")
     left.set_yticks(range(len(systems)), [LABELS[s["system"]] for s in systems])
-    left.set_xlabel("step time, DDP in the same round = 1 (line: 95 % interval)")
+    left.set_xlabel(f"step time, DDP in the same round = 1 (line: {_interval_name(result)})")
     right.set_xlabel("peak resident memory of one rank, GB")
     for axis in (left, right):
-        axis.set_xlim(0, axis.get_xlim()[1] * 1.22)
+        axis.set_xlim(0, axis.get_xlim()[1] * 1.3)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
     figure.suptitle(

@@ -12,7 +12,10 @@ RESAMPLES = 4000
 
 @dataclass(frozen=True)
 class Interval:
-    """A median, the 95 % bootstrap interval around it, and the numbers it was made from."""
+    """A median, the bootstrap interval around it, and the numbers it was made from.
+
+    The interval aims at 95 %, but it cannot be wider than the range of the numbers, and the range of n numbers covers the true
+    median with a chance of 1 - 2 ** (1 - n): 88 % for 4, 94 % for 5, 97 % for 6."""
 
     median: float
     low: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -77,6 +78,7 @@ class Team:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
+                bufsize=0,
                 env=environment,
                 cwd=folder,
             )
@@ -123,8 +125,9 @@ class Team:
     def tell(self, do: str, **arguments: Any) -> None:
         for rank in self._ranks:
             if rank.process.stdin is not None:
-                rank.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-                rank.process.stdin.flush()
+                # A rank that has ended is reported by `answers`, with its exit code.
+                with contextlib.suppress(BrokenPipeError):
+                    rank.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
         self.tell(do, **arguments)
