@@ -89,7 +89,7 @@ def shard(
         agree(engine.gathers, _facts(model, optimizer, specs, config))
         if optimizer is not None:
             sharded_optimizer.refuse(optimizer, engine)
-        engine.start()
+        engine.start(optimizer)
     except BaseException as error:
         if not isinstance(error, Mismatch):  # that one is raised on every rank anyway
             joined.watch.report(error)  # other ranks must not wait for this one
@@ -182,6 +182,7 @@ def _attach_later(model: M, optimizer: OptimizerOrNone) -> tuple[M, OptimizerOrN
         raise ArgumentError("this model is sharded already; calling lowtide.shard again only makes sense with a new optimizer.")
     engine = engine_of(model)
     sharded_optimizer.refuse(optimizer, engine)
+    engine.reserve_states(optimizer)
     sharded_optimizer.make_sharded(optimizer, engine)
     return model, optimizer
 

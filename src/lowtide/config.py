@@ -6,6 +6,7 @@ A policy may be given as a string where one word says it all: ``partition="row"`
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowtide.errors import ArgumentError, Refused
+from lowtide.errors import ArgumentError
 from lowtide.stages import STAGES, Stage
 
 _DTYPES = {
@@ -118,24 +119,62 @@ class KindDtypes:
     moments: torch.dtype
 
 
+ACTIVATION_POLICIES = ("auto", "keep", "recompute", "host", "disk")
+
+
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What happens to tensors that autograd saves. This version keeps them, as plain PyTorch does."""
+    """What happens to tensors that autograd saves between a unit's forward and its backward.
+
+    ``keep`` them as plain PyTorch does, ``recompute`` them from the unit's input, or move them to the ``host`` or the ``disk``.
+    ``auto`` keeps what fits in ``memory``, recomputes the rest, and moves to the disk what does not fit even so. ``units``
+    overrides the policy for units whose names match a pattern: ``(("blocks.0*", "keep"),)``; the first match counts.
+    """
 
     policy: str = "auto"
+    units: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        _one_of("activations", self.policy, ("auto", "keep"))
+        _one_of("activations", self.policy, ACTIVATION_POLICIES)
+        for pattern, policy in self.units:
+            _one_of(f"activations of {pattern!r}", policy, ACTIVATION_POLICIES)
+
+    def of(self, unit: str) -> str:
+        """The policy for the unit of this name."""
+        return next((policy for pattern, policy in self.units if fnmatch.fnmatchcase(unit, pattern)), self.policy)
+
+    @property
+    def needs_disk(self) -> bool:
+        return "disk" in (self.policy, *(policy for _, policy in self.units))
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """When the optimizer runs. ``step``: in ``optimizer.step()``, so that a caller may clip, scale or skip before it."""
+    """When the optimizer runs. ``step``: in ``optimizer.step()``, so that a caller may clip, scale or skip before it.
+    ``backward``: for each unit as soon as its gradients are there, so that no gradient outlives its unit.
+
+    ``chunk_bytes``: how many bytes of each kind an update from the disk handles at once.
+    """
 
     when: str = "step"
+    chunk_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
-        _one_of("update", self.when, ("step",))
+        _one_of("update", self.when, ("step", "backward"))
+        if self.chunk_bytes < 4096:
+            raise ArgumentError(f"Update.chunk_bytes is {self.chunk_bytes}; give at least 4096.")
+
+    @property
+    def in_backward(self) -> bool:
+        return self.when == "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFolder:
+    """A folder for what does not fit in memory, and how many bytes of it may be used."""
+
+    path: str
+    limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +204,9 @@ class Config:
     update: Update
     comm: Comm
     memory_bytes: int | None
+    device_memory_bytes: int | None
+    disk: tuple[DiskFolder, ...]
+    weights: str | None
     run: str | None
 
 
@@ -185,6 +227,33 @@ def _parse_amount(what: str, text: str) -> float:
     number, prefix, binary, suffix = match.groups()
     base = 1000.0 if (prefix and suffix and not binary) else 1024.0
     return float(number) * base ** " kmgt".index(prefix.lower() or " ")
+
+
+def parse_disk(value: Any) -> tuple[DiskFolder, ...]:
+    """``"/a"``, ``"/a:100GiB"``, a path, or a list of them or of ``(path, size)`` pairs → folders."""
+    if value is None:
+        return ()
+    entries: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    if len(entries) == 2 and isinstance(value, tuple) and not isinstance(entries[1], tuple) and _is_size(entries[1]):
+        entries = [value]
+    return tuple(_parse_folder(entry) for entry in entries)
+
+
+def _is_size(value: Any) -> bool:
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and _BYTES.match(value) is not None)
+
+
+def _parse_folder(entry: Any) -> DiskFolder:
+    path, limit = entry if isinstance(entry, tuple) else (entry, None)
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"disk is {entry!r}; give a folder, or a list of (folder, size) pairs.")
+    path = os.fspath(path)
+    if limit is None and not os.path.isdir(path) and ":" in path:
+        head, _, tail = path.rpartition(":")
+        path, limit = (head, tail) if _BYTES.match(tail) else (path, None)
+    if not os.path.isdir(path):
+        raise ArgumentError(f"disk is {path!r}, which is not a folder; make it first, or name another.")
+    return DiskFolder(path, parse_bytes("the size of disk", limit))
 
 
 def parse_stage(value: int | str, world_size: int) -> Stage:
@@ -214,23 +283,27 @@ def build_config(
     run: str | os.PathLike[str] | None,
 ) -> Config:
     """Check every argument of ``shard`` and freeze it."""
-    for name, value, what in (
-        ("disk", disk, "the disk tier"),
-        ("device_memory", device_memory, "a device tier apart from host memory"),
-        ("weights", weights, "streaming weights from files"),
-    ):
-        if value is not None:
-            raise Refused(f"{name}= needs {what}, which this version of lowtide does not have yet. Leave {name} out.")
     built = Partition(partition) if isinstance(partition, str) else partition
     if built.shares is not None and len(built.shares) != world_size:
         raise ArgumentError(f"Partition.shares has {len(built.shares)} entries for {world_size} ranks that share the model.")
+    folders = parse_disk(disk)
+    chosen = Activations(activations) if isinstance(activations, str) else activations
+    if chosen.needs_disk and not folders:
+        raise ArgumentError("activations='disk' needs a folder: give disk='/a/folder'.")
+    when = Update(update) if isinstance(update, str) else update
+    parsed = parse_stage(stage, world_size)
+    if world_size == 1 and (folders or when.in_backward):
+        parsed = STAGES[3]  # nothing is cut on one rank; units come and go as at stage 3
     return Config(
-        stage=parse_stage(stage, world_size),
+        stage=parsed,
         partition=built,
         precision=Precision(param=precision) if isinstance(precision, str) else (precision or Precision()),
-        activations=Activations(activations) if isinstance(activations, str) else activations,
-        update=Update(update) if isinstance(update, str) else update,
+        activations=chosen,
+        update=when,
         comm=comm or Comm(),
         memory_bytes=parse_bytes("memory", memory),
+        device_memory_bytes=parse_bytes("device_memory", device_memory),
+        disk=folders,
+        weights=os.fspath(weights) if weights is not None else None,
         run=os.fspath(run) if run is not None else None,
     )

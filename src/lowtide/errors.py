@@ -6,7 +6,8 @@ Errors a caller caused also derive from the built-in type that plain PyTorch wou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 
 class Error(Exception):
@@ -129,6 +130,20 @@ class DoesNotFit(Error, MemoryError):
 
 
 @dataclass(eq=False)
+class OverBudget(Error, MemoryError):
+    """The running job would need more memory than it was given; raised before it takes it."""
+
+    what: str
+    needed_bytes: int
+    budget_bytes: int
+    unit: str
+
+    def __str__(self) -> str:
+        sizes = f"{self.needed_bytes / 2**20:.1f} MiB needed, {self.budget_bytes / 2**20:.1f} MiB allowed"
+        return f"{self.what} (unit {self.unit!r}): {sizes}. Raise memory=, or use a smaller batch or activations='disk'."
+
+
+@dataclass(eq=False)
 class Poisoned(Error, RuntimeError):
     """An update failed half-way: some parameters are new and some are old, so nothing may use them."""
 
@@ -136,3 +151,74 @@ class Poisoned(Error, RuntimeError):
 
     def __str__(self) -> str:
         return f"the model is half-updated after a failure ({self.cause}); load a checkpoint or a state_dict to go on"
+
+
+@dataclass(eq=False)
+class DiskError(Error, OSError):
+    """The disk tier could not keep or bring back bytes. Subclasses say why; the system's own error is the cause."""
+
+    problem: str
+    file: str
+    """The folder of the spool file (the file itself has no name)."""
+    offset: int | None = None
+    unit: str = ""
+    kind: str = ""
+    rank: int = 0
+
+    way_out: ClassVar[str] = "Look at the system's log and the disk, then start again from the last checkpoint."
+
+    def __reduce__(self) -> tuple[type[DiskError], tuple[object, ...]]:
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))  # an OSError forgets its arguments
+
+    def __str__(self) -> str:
+        what = f"{self.kind} of unit {self.unit!r}, " if self.unit or self.kind else ""
+        where = f", offset {self.offset}" if self.offset is not None else ""
+        return f"disk: {self.problem} ({what}rank {self.rank}, spool in {self.file!r}{where}). {self.way_out}"
+
+
+@dataclass(eq=False)
+class DiskCorrupted(DiskError):
+    """The bytes that came back are not those that were written."""
+
+    way_out: ClassVar[str] = (
+        "Nothing was computed with them. The disk, its driver or another program changed the file: "
+        "check or replace the disk, then start again from the last checkpoint."
+    )
+
+
+@dataclass(eq=False)
+class DiskFull(DiskError):
+    """A folder has no room for what is to be kept there; raised when room is reserved, before anything is written."""
+
+    needed_bytes: int = 0
+    free_bytes: int = 0
+
+    way_out: ClassVar[str] = "Make room there, raise the folder's limit, or add a folder: disk=[(folder, size), ...]."
+
+    def __str__(self) -> str:
+        sizes = f"{self.needed_bytes / 2**20:.1f} MiB more needed, {self.free_bytes / 2**20:.1f} MiB free"
+        return f"{sizes}: {super().__str__()}"
+
+
+@dataclass(eq=False)
+class SpoolRefused(DiskError):
+    """A folder for the disk tier is not one that lowtide can keep private bytes in."""
+
+    way_out: ClassVar[str] = "Give a folder on a local disk in which you may create folders."
+
+
+@dataclass(eq=False)
+class DiskStalled(Error, TimeoutError):
+    """A request to the disk was not done within its deadline."""
+
+    waiting_for: str
+    seconds: float
+
+    def __reduce__(self) -> tuple[type[DiskStalled], tuple[str, float]]:
+        return type(self), (self.waiting_for, self.seconds)  # an OSError forgets its arguments
+
+    def __str__(self) -> str:
+        return (
+            f"{self.waiting_for} was not done within {self.seconds:.0f} s: the disk does not answer. "
+            f"Look at the system's log; a network mount that is gone shows like this."
+        )

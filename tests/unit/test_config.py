@@ -20,7 +20,7 @@ from lowtide.config import (
     parse_bytes,
     parse_stage,
 )
-from lowtide.errors import ArgumentError, Refused
+from lowtide.errors import ArgumentError
 from lowtide.stages import STAGES
 
 ARGUMENTS: dict[str, Any] = {
@@ -106,8 +106,10 @@ def test_wrong_stage(value: Any) -> None:
         (lambda: Precision(moments="half"), "Precision.moments is 'half'; allowed: 'fp64', 'fp32', 'fp16', 'bf16'."),
         (lambda: Precision(loss_scale="auto"), "Precision.loss_scale is 'auto'; allowed: 'dynamic'."),
         (lambda: Precision(loss_scale=0), "Precision.loss_scale is 0; give a number > 0 or 'dynamic'."),
-        (lambda: Activations("recompute"), "activations is 'recompute'; allowed: 'auto', 'keep'."),
-        (lambda: Update("backward"), "update is 'backward'; allowed: 'step'."),
+        (lambda: Activations("drop"), "activations is 'drop'; allowed: 'auto', 'keep', 'recompute', 'host', 'disk'."),
+        (lambda: Activations("auto", (("a.*", "drop"),)), "activations of 'a.*' is 'drop'; allowed: "),
+        (lambda: Update("forward"), "update is 'forward'; allowed: 'step', 'backward'."),
+        (lambda: Update("step", 100), "Update.chunk_bytes is 100; give at least 4096."),
         (lambda: Comm(deadline=0), "Comm.deadline is 0; give seconds > 0."),
         (lambda: Comm(prefetch=-1), "Comm.prefetch and Comm.bucket_bytes must be >= 0."),
         (lambda: Comm(bucket_bytes=-1), "Comm.prefetch and Comm.bucket_bytes must be >= 0."),
@@ -128,15 +130,6 @@ def test_wrong_shares(shares: tuple[float, ...]) -> None:
 def test_one_share_per_rank() -> None:
     with pytest.raises(ArgumentError, match=r"^Partition\.shares has 3 entries for 2 ranks that share the model\.$"):
         config(partition=Partition("element", (1, 2, 3)))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "what"),
-    [("disk", "/scratch", "disk tier"), ("device_memory", "4GiB", "device tier"), ("weights", "model/", "streaming weights")],
-)
-def test_what_this_version_does_not_have(name: str, value: str, what: str) -> None:
-    with pytest.raises(Refused, match=f"^{name}= needs .*{what}.*Leave {name} out\\.$"):
-        config(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,11 @@ from lowtide.comm.channel import Channel
 from lowtide.comm.group import Group
 from lowtide.config import Config
 from lowtide.runtime import evicted, norm
+from lowtide.runtime.backward_update import BackwardUpdate
 from lowtide.runtime.buffers import Buffers
 from lowtide.runtime.exchange import Exchange
-from lowtide.runtime.grads import Grads
+from lowtide.runtime.grad_store import Change, ShelvedGrads, all_finite
+from lowtide.runtime.grads import GradRecord, Grads
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.outputs import map_tensors, tensors_in
 from lowtide.runtime.prefetch import Successors
@@ -28,11 +30,14 @@ from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.scale import LossScale
 from lowtide.runtime.sharded_grad import ShardedGrad
+from lowtide.runtime.stream import UnitStream
 from lowtide.runtime.trace import Trace
-from lowtide.runtime.unit import Unit, named
+from lowtide.runtime.unit import Unit, flat_view, named
 from lowtide.runtime.update import Update
 from lowtide.spec.units import UnitSpec
 from lowtide.tiers.arena import Arena
+from lowtide.tiers.disk import DiskStore, Folder
+from lowtide.tiers.store import Store
 from lowtide.torch_internals import at_end_of_backward, backward_under_way, is_tracing, mark_changed
 
 _log = logging.getLogger("lowtide")
@@ -49,15 +54,25 @@ class Engine:
     """Everything that belongs to one sharded model."""
 
     def __init__(
-        self, model: nn.Module, specs: Sequence[UnitSpec], config: Config, group: Group, channels: tuple[Channel, Channel]
+        self,
+        model: nn.Module,
+        specs: Sequence[UnitSpec],
+        config: Config,
+        group: Group,
+        channels: tuple[Channel, Channel],
+        *,
+        whole_parameters: bool = False,
     ) -> None:
         self.model, self.config, self.group = model, config, group
         device = specs[0].params[0].device if specs else torch.device("cpu")
-        self.units = [Unit(i, spec, config, group.shard.size) for i, spec in enumerate(specs)]
+        shard = (group.shard.rank, group.shard.size)
+        self.units = [Unit(i, spec, config, shard, whole_parameters=whole_parameters) for i, spec in enumerate(specs)]
         self.unit_of = {p: u for u in self.units for p in u.params}
         self.name_of = named(self.units)
         self.ledger, self.trace = Ledger(), Trace()
         self.homes, self.arena = Arena(device, forked=True), Arena(device, forked=False)
+        self.buffers_arena = Arena(device, forked=False)
+        self.store: Store | None = _open_disk(config, group.rank)
         self.gathers, self.reductions = channels
         weakref.finalize(self, group.close)  # threads would keep a dropped model's group alive
         self.residency = Residency(
@@ -76,15 +91,26 @@ class Engine:
             group=group,
             channel=self.reductions,
             owner=self,
+            in_backward=config.update.in_backward,
             ledger=self.ledger,
             trace=self.trace,
         )
         self.exchange = Exchange(group, self.reductions)
         self.buffers = Buffers(model, group, self.gathers)
         self.scale = LossScale(config.precision.scale)
-        self.update = Update(config=config, group=group, residency=self.residency, grads=self.grads, ledger=self.ledger)
+        self.update = Update(
+            config=config,
+            group=group,
+            residency=self.residency,
+            grads=self.grads,
+            buffers=self.buffers_arena,
+            ledger=self.ledger,
+        )
         self.skipped_steps = 0
         self._saved = SavedViews(self.residency, self._needed_in_backward)
+        self.backward_update: BackwardUpdate | None = None
+        if config.update.in_backward:
+            self.backward_update = BackwardUpdate(self.grads, self.residency, self.update, self._saved)
         self._forward_order, self._backward_order = Successors(), Successors()
         self._depth = 0  # of forward passes under way: root or unit
         self._backward: weakref.ref[_Pass] | None = None  # the outermost backward under way; dies with it
@@ -93,24 +119,52 @@ class Engine:
         self._norm_cache: dict[float, dict[int, float]] = {}
         self._touch: Touch | None = None
 
-    def start(self) -> None:
-        """Take over the parameters, and make rank 0's values everybody's."""
+    def start(self, optimizer: Optimizer | None = None) -> None:
+        """Take room for everything, take over the parameters, and make rank 0's values everybody's."""
+        stage = self.config.stage
+        if self.store is not None or self.config.update.in_backward:
+            for unit in self.units:
+                self._add_stream(unit)
+        if optimizer is not None:
+            self.reserve_states(optimizer)
+        for unit in self.units:
+            self.residency.reserve(unit, resident=not stage.parameters, store=self.store if stage.parameters else None)
         evicted.register(self.unit_of, self)
         for unit in self.units:
-            self.update.take_over(unit, self.residency.take_over(unit, resident=not self.config.stage.parameters))
+            values = [flat_view(p, spec.stride) for p, spec in zip(unit.params, unit.layout.params, strict=True)]
+            self.residency.take_over(unit, values)
+            self.update.take_over(unit, values)
         if self.group.size > 1:
             self.buffers.send()
+
+    def _add_stream(self, unit: Unit) -> None:
+        """Update ``unit`` by chunks, from and to wherever its bytes are."""
+        places: Any = {"memory": self.homes, "buffers": self.buffers_arena, "store": self.store}
+        shelved = None
+        if self.store is not None and self.config.stage.gradients and not self.config.update.in_backward:
+            shelved = self.grads.shelves[unit] = ShelvedGrads(unit, **places)
+        self.update.streams[unit] = UnitStream(unit, self.residency, shelved, **places)
+
+    def reserve_states(self, optimizer: Optimizer) -> None:
+        """Take room for the states that ``optimizer`` will have."""
+        for stream in self.update.streams.values():
+            stream.reserve(optimizer)
 
     @property
     def handles_gradients(self) -> bool:
         """Whether gradients pass through us at all: on one rank, whole and in one dtype, they are autograd's own."""
         mixed = any(d.gradient is not d.param for u in self.units for d in u.dtypes)
-        return self.group.size > 1 or self.config.stage.gradients or mixed or self.scale.used
+        return self.group.size > 1 or self.config.stage.gradients or mixed or self.scale.used or self.config.update.in_backward
 
     @property
     def cuts_parameters(self) -> bool:
         """Whether the optimizer sees any parameter in pieces."""
-        return self.config.stage.optimizer and any(u.layout.cuts_a_parameter for u in self.units)
+        between_ranks = self.config.stage.optimizer and any(u.layout.cuts_a_parameter for u in self.units)
+        return between_ranks or (self.updates_by_chunks and any(len(u.chunks) > 1 for u in self.units))
+
+    @property
+    def updates_by_chunks(self) -> bool:
+        return self.store is not None or self.config.update.in_backward
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -205,6 +259,8 @@ class Engine:
             this = _Pass()
             self._backward = weakref.ref(this)
             self._backward_order.restart()
+            if self.backward_update is not None:
+                self.backward_update.refuse_second_pass()
             at_end_of_backward(functools.partial(self._end_backward, this))
         return True
 
@@ -218,6 +274,8 @@ class Engine:
             self.residency.whole(unit)
             for following in ahead:
                 self.residency.prefetch(following)
+            if self.backward_update is not None:
+                self.backward_update.expect(unit)
 
     def grad_arriving(self, key: int, grad: Tensor) -> None:
         """Autograd is about to accumulate the gradient of parameter ``key``."""
@@ -231,6 +289,9 @@ class Engine:
         self.trace("gradient", self.name_of[record.param])
         self.grads.scale = self.scale.value
         unit = self.grads.arrived(record)
+        self.residency.retry()
+        if self.backward_update is not None:
+            self._update_in_backward(self.backward_update.go_on)
         if unit is None:
             return
         if unit in self._demanded:
@@ -243,15 +304,27 @@ class Engine:
         self._backward = None
         self.grads.scale = self.scale.value
         self.grads.finish()
+        if self.backward_update is not None:
+            self._update_in_backward(self.backward_update.finish)
         self._release_demanded()
         self.residency.forget()
         self.trace("end of backward", "")
+
+    def _update_in_backward(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            if self.update.begun:
+                self._poison = f"{type(error).__name__}: {error}"
+            raise
 
     def _reset_after_failure(self) -> None:
         """A backward pass that raised never reached its end: autograd has dropped our callback, and what it held with it."""
         if self._backward is not None and self._backward() is None:
             self._backward = None
             self.grads.abandon()
+            if self.backward_update is not None:
+                self.backward_update.abandon()
             self._release_demanded()
 
     # -- step ---------------------------------------------------------------------------------------------------------
@@ -265,10 +338,12 @@ class Engine:
             raise errors.Refused(
                 f"optimizer.step() inside gathered() or a forward pass that uses unit {unit.name!r}; leave it first."
             )
+        if self.backward_update is not None:
+            return self._end_step_in_backward(self.backward_update)
         bad_key = self._first_not_finite()
         self.scale.after_step(skipped=bad_key is not None)
         if bad_key is not None:
-            self._skip(bad_key)
+            self._skip(self.name_of[self.grads.by_key[bad_key].param])
             return False
         self.residency.forget()
         try:
@@ -283,18 +358,36 @@ class Engine:
         self.trace("update", "")
         return True
 
+    def _end_step_in_backward(self, backward_update: BackwardUpdate) -> bool:
+        taken, bad_unit = backward_update.end_step()
+        self.scale.after_step(skipped=not taken)
+        if bad_unit is not None:
+            self._skip(bad_unit.name)
+        elif self.config.stage.optimizer:
+            self._publish()
+        self.trace("update", "")
+        return taken
+
     def _first_not_finite(self) -> int | None:
         """The key of the first parameter whose gradient is not finite on some rank; all ranks get the same answer."""
-        mine = next((p.key for p in self.update.grad_pieces() if not _all_finite(p.values)), -1)
+        mine = next((r.key for r in self.grads.by_param.values() if not self._is_finite(r)), -1)
         bad = [key for key in self.exchange.numbers("finite gradients", mine) if key >= 0]
         return min(bad, default=None)
 
-    def _skip(self, key: int) -> None:
+    def _is_finite(self, record: GradRecord) -> bool:
+        """Whether this rank's part of a gradient is finite."""
+        if self.grads.is_shelved(record):
+            shelf = self.grads.shelves[record.unit]
+            return shelf.surely_finite(record.index) or all(
+                all_finite(values) for _, values in shelf.parts(lambda index: index == record.index)
+            )
+        values = self.grads.piece(record, *record.unit.layout.piece(record.index, self.group.shard.rank))
+        return values is None or all_finite(values)
+
+    def _skip(self, what: str) -> None:
         self.skipped_steps += 1
-        record = self.grads.by_key[key]
         if self.group.rank == 0:
-            name = self.name_of[record.param]
-            _log.warning("step skipped: the gradient of %r is not finite (%d skipped so far)", name, self.skipped_steps)
+            _log.warning("step skipped: the gradient of %r is not finite (%d skipped so far)", what, self.skipped_steps)
 
     def _publish(self) -> None:
         """Every rank has new values for its shard: homes that hold whole units get everybody's."""
@@ -331,14 +424,26 @@ class Engine:
     def grads_changed(self) -> None:
         self._norm_cache.clear()
 
+    def note_change(self, grad: ShardedGrad, change: Change) -> None:
+        record = self.grads.by_key[grad.key]
+        self.grads.shelves[record.unit].change(record.index, change)
+
+    def is_finite(self, grad: ShardedGrad) -> bool:
+        return self._is_finite(self.grads.by_key[grad.key])
+
     def whole_of(self, grad: ShardedGrad) -> Tensor:
         """A sharded gradient, whole."""
         record = self.grads.by_key[grad.key]
         param = record.unit.layout.params[record.index]
+        piece = grad.piece
+        if piece is None:
+            piece = self.grads.piece(record, *self.grads.kept_range(record.unit, record.index))
+        if piece is None:
+            raise errors.InternalError("a gradient that is shown has no bytes")
         if not self.config.stage.gradients:
-            return grad.piece.as_strided(param.shape, param.stride).clone()
+            return piece.as_strided(param.shape, param.stride).clone()
         name = f"the gradient of {self.name_of[record.param]}"
-        return self.exchange.whole(name, record.unit.layout, record.index, grad.piece).as_strided(param.shape, param.stride)
+        return self.exchange.whole(name, record.unit.layout, record.index, piece).as_strided(param.shape, param.stride)
 
     # -- evicted parameters -------------------------------------------------------------------------------------------
 
@@ -397,6 +502,7 @@ class Engine:
         self._poison = None
 
 
-def _all_finite(values: Tensor) -> bool:
-    """A sum is one pass without a temporary; only if it is not finite is each element looked at."""
-    return not values.is_floating_point() or bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+def _open_disk(config: Config, rank: int) -> Store | None:
+    if not config.disk:
+        return None
+    return DiskStore([Folder(f.path, f.limit) for f in config.disk], rank=rank)

@@ -16,7 +16,7 @@ others count as zero.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from lowtide.comm.channel import Channel, Label, Ticket, Wire
 from lowtide.comm.group import Group
 from lowtide.comm.reduce import tree_sum
 from lowtide.errors import Refused
+from lowtide.runtime.grad_store import Segment, ShelvedGrads, all_finite
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.sharded_grad import GradOwner, ShardedGrad
 from lowtide.runtime.trace import Trace
@@ -76,17 +77,19 @@ class Grads:
         group: Group,
         channel: Channel,
         owner: GradOwner,
+        in_backward: bool,
         ledger: Ledger,
         trace: Trace,
     ) -> None:
-        self._stage, self._group, self._channel, self._owner, self._ledger, self._trace = (
-            stage,
-            group,
-            channel,
-            owner,
-            ledger,
-            trace,
-        )
+        self._group, self._channel, self._owner, self._ledger, self._trace = group, channel, owner, ledger, trace
+        self._in_backward = in_backward
+        self._cut = stage.gradients or (in_backward and stage.optimizer)  # whether a rank keeps its part only
+        self.shelves: dict[Unit, ShelvedGrads] = {}
+        """Units whose gradients are on a shelf."""
+        self.reduced: dict[Unit, list[Tensor | None]] = {}
+        """With updates in backward: this rank's reduced gradients, by parameter, until ``update`` takes them."""
+        self.finite: dict[Unit, bool] = {}
+        """And whether they are finite on every rank."""
         self._scratch = _Scratch(ledger)
         keys = iter(range(sum(len(u.params) for u in units)))
         self.records: dict[Unit, list[GradRecord]] = {
@@ -161,6 +164,11 @@ class Grads:
         self._owner.grads_changed()
         # A gradient that came after its unit had been sent is a second contribution of the same backward: all ranks go again.
         if self._owner.any_rank(any(r.local is not None for r in self.by_param.values())):
+            if self._in_backward:
+                raise Refused(
+                    "a gradient arrived twice in one backward (reentrant checkpointing?), and with update='backward' the first one "
+                    "has been used. Use non-reentrant checkpointing, or update='step'."
+                )
             self.active = True
             self.finish()
         elif self._seen is not None:
@@ -229,13 +237,33 @@ class Grads:
         def work(wire: Wire, notes: list[bytes]) -> list[bool]:
             count = len(locals_)
             union = [any(note[i // 8] >> (i % 8) & 1 for note in notes) for i in range(count)]
-            for dtype in dict.fromkeys(d.reduce for d, here in zip(unit.dtypes, union, strict=True) if here):
-                chosen = [i for i in range(count) if union[i] and unit.dtypes[i].reduce is dtype]
-                total, parts = self._sum(wire, unit, chosen, dtype, locals_)
-                self._keep(wire, unit, chosen, total, parts, add)
+            self._keep(wire, unit, self._segments(wire, unit, union, locals_), add)
             return union
 
         return work
+
+    def _segments(self, wire: Wire, unit: Unit, union: list[bool], locals_: list[Tensor | None]) -> Iterator[list[Segment]]:
+        """The reduced gradients that this rank keeps, dtype by dtype; each list is valid until the next is asked for."""
+        if wire.world.size == 1 and self.scale == 1.0:
+            yield self._as_they_are(unit, locals_)
+            return
+        for dtype in dict.fromkeys(d.reduce for d, here in zip(unit.dtypes, union, strict=True) if here):
+            chosen = [i for i, here in enumerate(union) if here and unit.dtypes[i].reduce is dtype]
+            total, parts = self._sum(wire, unit, chosen, dtype, locals_)
+            yield self._split(wire, unit, chosen, total, parts)
+
+    def _as_they_are(self, unit: Unit, locals_: list[Tensor | None]) -> list[Segment]:
+        """On one rank without a scale there is nothing to add or multiply: gradients are used where autograd put them."""
+        found: list[Segment] = []
+        for index, local in enumerate(locals_):
+            if local is not None:
+                param = unit.layout.params[index]
+                flat = flat_view(local, param.stride)
+                # The narrower of the two types decides: reduction in a wide type widens and changes nothing else.
+                narrow = unit.dtypes[index].reduce
+                found.append(Segment(index, 0, param.numel, flat if flat.dtype is narrow else flat.to(narrow)))
+                locals_[index] = None
+        return found
 
     def _sum(
         self, wire: Wire, unit: Unit, chosen: list[int], dtype: torch.dtype, locals_: list[Tensor | None]
@@ -271,10 +299,10 @@ class Grads:
             total = tree_sum([everyone[k * mine : (k + 1) * mine] for k in range(copies)])
         return total, parts
 
-    def _keep(self, wire: Wire, unit: Unit, chosen: list[int], total: Tensor, parts: list[int], add: list[bool]) -> None:
-        """Store the sum: this rank's pieces, or, where gradients are not sharded, everybody's."""
+    def _split(self, wire: Wire, unit: Unit, chosen: list[int], total: Tensor, parts: list[int]) -> list[Segment]:
+        """The sum as segments: of this rank's pieces, or, where gradients are not sharded, of everybody's."""
         me, ranks = wire.shard.rank, range(wire.shard.size)
-        if self._stage.gradients:
+        if self._cut:
             ranks = range(me, me + 1)
         elif wire.shard.size > 1:
             every = self._scratch.get("send", sum(parts), total.dtype, total.device)
@@ -282,35 +310,86 @@ class Grads:
             every[cuts[me] : cuts[me + 1]].copy_(total)
             wire.shard.gather(every.view(torch.uint8), [c * total.dtype.itemsize for c in cuts])
             total = every
-        at = 0
+        at, found = 0, list[Segment]()
         for rank in ranks:
             for i in chosen:
                 lo, hi = unit.layout.piece(i, rank)
-                store = self._store(unit, i)
-                base = unit.layout.piece(i, me)[0] if self._stage.gradients else 0
-                target = store[lo - base : hi - base]
-                source = total[at : at + hi - lo]
+                found.append(Segment(i, lo, hi, total[at : at + hi - lo]))
                 at += hi - lo
-                if add[i]:
-                    target.add_(source)
-                else:
-                    target.copy_(source)
+        return found
+
+    def _keep(self, wire: Wire, unit: Unit, batches: Iterator[list[Segment]], add: list[bool]) -> None:
+        """Store reduced gradients where this unit's gradients are kept."""
+        if self._in_backward:
+            pieces = self._until_update(unit, batches)
+            mine = torch.tensor([all(g is None or all_finite(g) for g in pieces)])
+            self.finite[unit] = bool(wire.world.all_gather_small(mine).all())
+            self.reduced[unit] = pieces
+            return
+        shelf = self.shelves.get(unit)
+        for segments in batches:
+            if shelf is not None:
+                shelf.keep(segments, add)
+                for segment in segments:
+                    self._show_shelved(unit, segment.index)
+            else:
+                for segment in segments:
+                    self._add_to_store(unit, segment, add=add[segment.index])
+
+    def _until_update(self, unit: Unit, batches: Iterator[list[Segment]]) -> list[Tensor | None]:
+        """Gradients that are used at once: kept where they are on one rank, copied out of the buffers otherwise."""
+        out: list[Tensor | None] = [None] * len(unit.params)
+        for segments in batches:
+            for segment in segments:
+                lo, hi = self.kept_range(unit, segment.index)
+                if (segment.lo, segment.hi) == (lo, hi) and self._group.size == 1 and self.scale == 1.0:
+                    out[segment.index] = segment.values
+                    continue
+                target = out[segment.index]
+                if target is None:
+                    target = out[segment.index] = segment.values.new_empty(hi - lo)
+                target[segment.lo - lo : segment.hi - lo].copy_(segment.values)
+        return out
+
+    def kept_range(self, unit: Unit, index: int) -> tuple[int, int]:
+        """Elements ``lo:hi`` of a parameter whose reduced gradient this rank keeps."""
+        if self._cut:
+            return unit.layout.piece(index, self._group.shard.rank)
+        return 0, unit.layout.params[index].numel
+
+    def _add_to_store(self, unit: Unit, segment: Segment, *, add: bool) -> None:
+        base = self.kept_range(unit, segment.index)[0]
+        target = self._store(unit, segment.index)[segment.lo - base : segment.hi - base]
+        if add:
+            target.add_(segment.values)
+        else:
+            target.copy_(segment.values)
 
     def _store(self, unit: Unit, index: int) -> Tensor:
         record = self.records[unit][index]
         if record.store is None:
             param, dtype = unit.layout.params[index], unit.dtypes[index]
-            lo, hi = unit.layout.piece(index, self._group.shard.rank) if self._stage.gradients else (0, param.numel)
+            lo, hi = self.kept_range(unit, index)
             record.store = torch.empty(hi - lo, dtype=dtype.gradient, device=record.param.device)
             self._ledger.add("gradients", record.store.nbytes)
-            if self._stage.gradients or dtype.gradient is not dtype.param:
-                like = torch.empty((), dtype=dtype.param, device=record.param.device).expand(param.shape)
-                record.shown = ShardedGrad.make(
-                    like, stride=param.stride, piece=record.store, key=record.key, name=unit.names[index], owner=self._owner
-                )
+            if self._cut or dtype.gradient is not dtype.param:
+                record.shown = self._sharded(record, record.store)
             else:
                 record.shown = record.store.as_strided(param.shape, param.stride)
         return record.store
+
+    def _show_shelved(self, unit: Unit, index: int) -> None:
+        record = self.records[unit][index]
+        if record.shown is None:
+            record.shown = self._sharded(record, None)
+
+    def _sharded(self, record: GradRecord, piece: Tensor | None) -> ShardedGrad:
+        unit, index = record.unit, record.index
+        dtype, param = unit.dtypes[index].param, unit.layout.params[index]
+        like = torch.empty((), dtype=dtype, device=record.param.device).expand(param.shape)
+        return ShardedGrad.make(
+            like, stride=param.stride, piece=piece, key=record.key, name=unit.names[index], owner=self._owner
+        )
 
     def _agree_on_order(self, seen: list[Unit]) -> None:
         """From now on reduce in the order in which rank 0's units became ready."""
@@ -325,15 +404,41 @@ class Grads:
 
     # -- for update, norm and checkpoints -----------------------------------------------------------------------------
 
+    def is_shelved(self, record: GradRecord) -> bool:
+        """Whether the gradient that ``param.grad`` shows is on a shelf."""
+        return isinstance(record.param.grad, ShardedGrad) and record.param.grad.piece is None
+
     def piece(self, record: GradRecord, lo: int, hi: int) -> Tensor | None:
-        """Elements ``lo:hi`` of the gradient that ``param.grad`` shows now, 1-D, as a view of it."""
+        """Elements ``lo:hi`` of the gradient that ``param.grad`` shows now, 1-D: a view of it, or a copy from its shelf."""
         grad = record.param.grad
         if grad is None:
             return None
-        if isinstance(grad, ShardedGrad):
-            base = record.unit.layout.piece(record.index, self._group.shard.rank)[0] if self._stage.gradients else 0
+        if not isinstance(grad, ShardedGrad):
+            return flat_view(grad, record.unit.layout.params[record.index].stride)[lo:hi]
+        if grad.piece is not None:
+            base = self.kept_range(record.unit, record.index)[0]
             return grad.piece[lo - base : hi - base]
-        return flat_view(grad, record.unit.layout.params[record.index].stride)[lo:hi]
+        out = torch.empty(hi - lo, dtype=record.unit.dtypes[record.index].gradient)
+        for part, values in self.shelves[record.unit].parts(lambda index: index == record.index):
+            a, b = max(part.lo, lo), min(part.hi, hi)
+            if a < b:
+                out[a - lo : b - lo].copy_(values[a - part.lo : b - part.lo])
+        return out
+
+    def pieces(self) -> Iterator[tuple[GradRecord, int, Tensor]]:
+        """This rank's part of every gradient that is shown now, as (record, first element, values); each is valid until the
+        next. Over the ranks that hold one copy of the model they make up the whole."""
+        for unit, records in self.records.items():
+            shelved = {r.index for r in records if self.is_shelved(r)}
+            if shelved:
+                for part, values in self.shelves[unit].parts(shelved.__contains__):
+                    yield records[part.index], part.lo, values
+            for record in records:
+                if record.index not in shelved:
+                    lo, hi = unit.layout.piece(record.index, self._group.shard.rank)
+                    values = self.piece(record, lo, hi)
+                    if values is not None:
+                        yield record, lo, values
 
 
 def _scaled(source: Tensor | None, lo: int, hi: int, factor: float, out: Tensor) -> None:

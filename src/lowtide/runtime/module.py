@@ -6,7 +6,7 @@ The model stays the same object; its class becomes a subclass of its own class, 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -122,29 +122,36 @@ def _saving(engine: Engine) -> Generator[None]:
 
 @contextmanager
 def _loading(engine: Engine) -> Generator[None]:
-    """``param.copy_(value)`` writes this rank's piece of the value."""
+    """``param.copy_(value)`` writes this rank's piece of the value. A unit on disk is in memory as long as its parameters come."""
+    current: list[tuple[Unit, Tensor]] = []
+    with ExitStack() as opened:
 
-    def touch(param: nn.Parameter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        unit = engine.unit_of[param]
-        if function is not Tensor.copy_:
-            raise Evicted(engine.name_of[param], unit.name, getattr(function, "__name__", str(function)))
-        _write_piece(engine, param, args[1])
-        return param
+        def touch(param: nn.Parameter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            unit = engine.unit_of[param]
+            if function is not Tensor.copy_:
+                raise Evicted(engine.name_of[param], unit.name, getattr(function, "__name__", str(function)))
+            if not current or current[0][0] is not unit:
+                current.clear()
+                opened.close()
+                current.append((unit, opened.enter_context(engine.residency.shard(unit, write=True))))
+            _write_piece(engine, param, args[1], current[0][1])
+            return param
 
-    engine.answer_touches(touch)
-    try:
-        yield
-    finally:
-        engine.answer_touches(None)
+        engine.answer_touches(touch)
+        try:
+            yield
+        finally:
+            engine.answer_touches(None)
+            current.clear()
 
 
-def _write_piece(engine: Engine, param: nn.Parameter, value: Tensor) -> None:
+def _write_piece(engine: Engine, param: nn.Parameter, value: Tensor, shard: Tensor) -> None:
     """Keep this rank's part of ``value`` as the parameter's."""
     unit = engine.unit_of[param]
     index = unit.index_of[param]
     lo, hi = unit.layout.piece(index, engine.group.shard.rank)
     flat = flat_view(value, unit.layout.params[index].stride)[lo:hi]
-    engine.residency.piece(unit, index, lo, hi).copy_(flat)
+    engine.residency.piece(unit, index, lo, hi, shard).copy_(flat)
 
 
 def _refuse_above_budget(engine: Engine) -> None:
@@ -158,9 +165,10 @@ def sharded_state_dict(engine: Engine) -> dict[str, Tensor]:
     engine.check()
     out: dict[str, Tensor] = {}
     for unit in engine.units:
-        for index, name in enumerate(unit.names):
-            lo, hi = unit.layout.piece(index, engine.group.shard.rank)
-            out[name] = engine.residency.piece(unit, index, lo, hi).clone()
+        with engine.residency.shard(unit, write=False) as shard:
+            for index, name in enumerate(unit.names):
+                lo, hi = unit.layout.piece(index, engine.group.shard.rank)
+                out[name] = engine.residency.piece(unit, index, lo, hi, shard).clone()
     return {**out, **{name: buffer.detach().clone() for name, buffer in engine.model.named_buffers()}}
 
 
@@ -173,9 +181,10 @@ def load_sharded_state_dict(engine: Engine, state: Mapping[str, Tensor]) -> None
             f"sharded state_dict: {wrong[0]!r} is missing or of another size; it was made for another partition."
         )
     for unit in engine.units:
-        for index, name in enumerate(unit.names):
-            lo, hi = unit.layout.piece(index, engine.group.shard.rank)
-            engine.residency.piece(unit, index, lo, hi).copy_(state[name])
+        with engine.residency.shard(unit, write=True) as shard:
+            for index, name in enumerate(unit.names):
+                lo, hi = unit.layout.piece(index, engine.group.shard.rank)
+                engine.residency.piece(unit, index, lo, hi, shard).copy_(state[name])
     for name, buffer in engine.model.named_buffers():
         buffer.detach().copy_(state[name])
     engine.after_load()

@@ -43,9 +43,12 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in PyTorch, with whole tensors. Where states are sharded: on rank 0 only; every rank must call it."""
-        if not self.lowtide_engine.config.stage.optimizer or self.lowtide_engine.group.shard.size == 1:
-            return super().state_dict()
-        return _whole_state_dict(self, super().state_dict())
+        engine = self.lowtide_engine
+        local = super().state_dict()
+        _add_streamed(self, local)
+        if not engine.config.stage.optimizer or engine.group.shard.size == 1:
+            return local
+        return _whole_state_dict(self, local)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in PyTorch; every rank gives the whole state_dict and keeps its shard."""
@@ -82,6 +85,8 @@ def make_sharded(optimizer: Optimizer, engine: Engine) -> None:
         _classes[cls] = type(cls.__name__, (ShardedOptimizer, cls), names)
     optimizer.__class__ = _classes[cls]
     optimizer.lowtide_engine = engine  # pyright: ignore[reportAttributeAccessIssue]
+    if engine.backward_update is not None:
+        engine.backward_update.optimizer = optimizer
     if "step" in optimizer.__dict__:
         _rewrap_for_scheduler(optimizer)
     engine.update.cut_state(optimizer)
@@ -154,6 +159,24 @@ def _whole_state_dict(optimizer: ShardedOptimizer, local: dict[str, Any]) -> dic
     return {**local, "state": state} if engine.group.rank == 0 else {}
 
 
+def _add_streamed(optimizer: ShardedOptimizer, local: dict[str, Any]) -> None:
+    """Put the large states of units that are updated by chunks beside their small ones: this rank's part of each."""
+    engine = optimizer.lowtide_engine
+    params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, small in local["state"].items():
+        param = params[int(index)]
+        piece = engine.update.pieces[param]
+        stream = engine.update.streams.get(piece.record.unit)
+        if stream is None:
+            continue
+        spec = piece.record.unit.layout.params[piece.record.index]
+        row = dict(small)
+        for name in stream.large_names(param):
+            flat = stream.read_state(param, name, piece.lo, piece.hi)
+            row[name] = flat.as_strided(spec.shape, spec.stride) if piece.is_whole else flat
+        local["state"][index] = row
+
+
 def _flat(state: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A state of a whole parameter is shaped like it, one of a cut parameter is flat already."""
     return flat_view(state, stride if state.dim() == len(stride) else (1,))
@@ -162,7 +185,8 @@ def _flat(state: Tensor, stride: tuple[int, ...]) -> Tensor:
 def _describe(value: Any, param: nn.Parameter, engine: Engine) -> tuple[str, str, Any]:
     if isinstance(value, Tensor):
         name = str(value.dtype).removeprefix("torch.")
-        if value.shape == engine.update.pieces[param].target.shape and value.dim():
+        piece = engine.update.pieces[param]
+        if value.dim() and (value.shape == param.shape if piece.is_whole else value.shape == (piece.hi - piece.lo,)):
             return "piece", name, None
         return "scalar", name, value.tolist()
     return "plain", "", value

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,19 +34,47 @@ def needs_closure(cls: type[Optimizer]) -> bool:
     return any(p.default is inspect.Parameter.empty and p.kind in ordinary for p in parameters)
 
 
-def why_not_elementwise(optimizer: Optimizer, dtype: torch.dtype) -> str | None:
-    """``None`` if the optimizer gives the same bits on pieces as on the whole tensor, else what went wrong."""
+@dataclass(frozen=True)
+class LargeState:
+    """A state of the optimizer that has one value per element of a parameter."""
+
+    name: str
+    dtype: torch.dtype
+
+
+def large_states(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> tuple[LargeState, ...]:
+    """Which such states a parameter of ``group`` will have, if it is of ``dtype``: found by one step on a small matrix."""
+    values, grads = _trial_numbers(dtype)
+    trial, params = _trial(optimizer, group, [values])
+    _steps(trial, params, [[grads[0]]])
+    state: dict[str, Any] = trial.state[params[0]]
+    return tuple(LargeState(k, v.dtype) for k, v in state.items() if isinstance(v, Tensor) and v.shape == values.shape)
+
+
+def _trial_numbers(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64).to(dtype)
+    return start, [torch.randn(_SHAPE, generator=generator, dtype=torch.float64).to(dtype) for _ in range(_STEPS)]
+
+
+def why_not_elementwise(optimizer: Optimizer, dtype: torch.dtype, *, apart: bool = False) -> str | None:
+    """``None`` if the optimizer gives the same bits on pieces as on the whole tensor, else what went wrong.
+
+    ``apart``: the pieces must not even be in one step together.
+    """
     for group in optimizer.param_groups:
-        generator = torch.Generator().manual_seed(0)
-        start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64).to(dtype)
-        grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64).to(dtype) for _ in range(_STEPS)]
+        start, grads = _trial_numbers(dtype)
 
         def cut(tensor: Tensor) -> list[Tensor]:
             return [tensor.flatten()[:_CUT].clone(), tensor.flatten()[_CUT:].clone()]
 
         try:
             whole = _train(optimizer, group, [start.clone()], [[g] for g in grads])
-            pieces = _train(optimizer, group, cut(start), [cut(g) for g in grads])
+            rows = [cut(g) for g in grads]
+            if apart:
+                pieces = [_train(optimizer, group, [p], [[r[i]] for r in rows])[0] for i, p in enumerate(cut(start))]
+            else:
+                pieces = _train(optimizer, group, cut(start), rows)
         except Exception as error:  # the caller's optimizer may raise anything; that is the answer
             return f"it cannot update a flat piece of a matrix ({type(error).__name__}: {error})"
         if torch.equal(whole[0], start):
@@ -56,6 +85,13 @@ def why_not_elementwise(optimizer: Optimizer, dtype: torch.dtype) -> str | None:
 
 
 def _train(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+    trial, params = _trial(optimizer, group, values)
+    _steps(trial, params, grads)
+    return [p.detach() for p in params]
+
+
+def _trial(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor]) -> tuple[Optimizer, list[nn.Parameter]]:
+    """An optimizer like ``optimizer`` without a past, for a few tensors."""
     trial = object.__new__(type(optimizer))
     trial.__dict__.update(optimizer.__dict__)
     params = [nn.Parameter(v) for v in values]
@@ -65,9 +101,12 @@ def _train(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gr
         options["lr"] = _TRIAL_RATE  # a warm-up may begin at 0, where every optimizer looks elementwise
     trial.param_groups = [{**options, "params": params}]
     clear_step_hooks(trial)
-    step = plain_step(type(optimizer))
+    return trial, params
+
+
+def _steps(trial: Optimizer, params: list[nn.Parameter], grads: list[list[Tensor]]) -> None:
+    step = plain_step(getattr(type(trial), "plain_class", type(trial)))
     for row in grads:
         for param, grad in zip(params, row, strict=True):
             param.grad = grad
         step(trial)
-    return [p.detach() for p in params]

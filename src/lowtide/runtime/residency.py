@@ -1,41 +1,47 @@
 """Whole or not: where the values of a unit are, and the only code that assigns ``param.data``.
 
-A unit's *home* holds this rank's shard, or all of it where parameters are not sharded (or there is one rank). A unit that
-is needed whole is gathered into a block of the arena, unless its home is the whole already: then gathering is free.
+A unit's *home* holds this rank's shard, or all of it where parameters are not sharded (or there is one rank); it is a shelf,
+in memory or on disk. A unit that is needed whole is brought into a *slot*, a block of the slots' arena: fetched from the
+disk, gathered from the other ranks, or both. If its home is the whole unit in memory, that is the slot, and nothing moves.
 
 States of a unit, and what occupies memory in each:
-  HOME       the home only
-  GATHERING  home + a block that other ranks' shards are arriving in
-  WHOLE      home + a full block, parameters evicted: kept for a while in case the unit comes again
-  ATTACHED   home + a full block, parameters usable
+  HOME       the home only, if it is in memory
+  ARRIVING   home + a slot that is being filled
+  WHOLE      home + a full slot, parameters evicted: kept for a while in case the unit comes again
+  ATTACHED   home + a full slot, parameters usable
 """
 
 from __future__ import annotations
 
 import enum
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.comm.channel import Channel, Label, Ticket, Wire
 from lowtide.comm.group import Group
-from lowtide.errors import InternalError, Refused
+from lowtide.errors import InternalError, OverBudget, Refused
 from lowtide.runtime.evicted import EvictedParameter, placeholder
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit, flat_view
-from lowtide.tiers.arena import Arena, Block
+from lowtide.tiers.arena import Arena, ArenaFull, Block
+from lowtide.tiers.shelf import Lease, Shelf, View
+from lowtide.tiers.store import IOTicket, Key, Priority, Store
 
 _KEEP = 1  # how many unpinned whole units may stay in case they come again; the least recently used goes first
+_WAIT = 300.0  # seconds to wait for a slot whose unit is being written back
 
 
 class State(enum.Enum):
     """See the module's docstring."""
 
     HOME = enum.auto()
-    GATHERING = enum.auto()
+    ARRIVING = enum.auto()
     WHOLE = enum.auto()
     ATTACHED = enum.auto()
 
@@ -43,21 +49,38 @@ class State(enum.Enum):
 class _Place:
     """Where one unit is."""
 
-    __slots__ = ("block", "covers", "home", "permanent", "pins", "state", "ticket", "versions")
+    __slots__ = ("covers", "gather", "held", "home", "permanent", "pins", "reads", "slot", "state", "versions", "writes")
 
-    def __init__(self, home: Block, covers: tuple[int, int]) -> None:
+    def __init__(self, home: Shelf, covers: tuple[int, int]) -> None:
         self.home = home
         self.covers = covers  # bytes lo:hi of the unit that the home holds
         self.state = State.HOME
-        self.block: Block | None = None
-        self.ticket: Ticket[None] | None = None
+        self.slot: Block | None = None  # may be the home's own block
+        self.reads: list[IOTicket] = []  # that fill the slot
+        self.gather: Ticket[None] | None = None  # that fills it with other ranks' shards
+        self.writes: list[IOTicket] = []  # from the slot to the home
         self.pins = 0
+        self.held = False  # an update works in the slot
         self.permanent = False
         self.versions: list[int] = []  # of the parameters when they were attached
 
 
+class _SlotLease:
+    """A lease on a chunk of a unit that is whole in a slot: changes go from there to the home."""
+
+    def __init__(self, place: _Place, chunk: int, tensor: Tensor) -> None:
+        self._place, self._chunk, self._tensor = place, chunk, tensor
+
+    def wait(self) -> Tensor:
+        return self._tensor
+
+    def close(self, *, changed: bool) -> None:
+        if changed:
+            self._place.writes.append(self._place.home.write(self._chunk, self._tensor))
+
+
 class Residency:
-    """Moves units between shard and whole. Only the thread that runs the step calls it."""
+    """Moves units between home and whole. Only the thread that runs the step calls it."""
 
     def __init__(
         self,
@@ -80,41 +103,48 @@ class Residency:
         self._places: dict[Unit, _Place] = {}
         self._ahead = max(ahead, 1)  # how many units may be whole, or on their way, on a guess
         self._guessed: OrderedDict[Unit, None] = OrderedDict()
+        self._wanted: OrderedDict[Unit, None] = OrderedDict()  # guesses for which there was no slot
         self._recent: OrderedDict[Unit, None] = OrderedDict()
         self._by_address: dict[int, Unit] = {}
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
-    def take_over(self, unit: Unit, *, resident: bool) -> list[Tensor]:
-        """Move ``unit``'s parameters into memory of ours: whole and for good if ``resident``, else this rank's shard.
-
-        Rank 0's values win, as in DDP. Returns them as they were built, flat, for whoever keeps a more precise copy.
-        """
+    def reserve(self, unit: Unit, *, resident: bool, store: Store | None) -> None:
+        """Take room for ``unit``'s home: whole and for good in memory if ``resident``, else this rank's shard, in ``store`` if
+        there is one."""
         layout, rank = unit.layout, self._group.shard.rank
-        values = [flat_view(p, spec.stride) for p, spec in zip(unit.params, layout.params, strict=True)]
+        stays_whole = resident or self._group.shard.size == 1
+        covers = (0, layout.nbytes) if stays_whole else (layout.cuts[rank], layout.cuts[rank + 1])
+        cuts = unit.chunk_cuts if store is not None else (0, covers[1] - covers[0])
+        home = Shelf(Key(unit.name, "parameters"), cuts, memory=self._homes, store=store)
+        place = self._places[unit] = _Place(home, covers)
+        place.permanent = resident
+        self._ledger.add("parameters", home.block.nbytes if home.block is not None else 0)
+
+    def take_over(self, unit: Unit, values: Sequence[Tensor]) -> None:
+        """Move ``unit``'s parameters into its home. ``values`` are the parameters as they were built, flat; they become those of
+        rank 0, as in DDP."""
 
         def send(wire: Wire, _: list[bytes]) -> None:
             for value in values:
                 wire.world.broadcast(value.view(torch.uint8))
 
         self._channel.run(Label("start", unit.index, unit.name), send)
-        stays_whole = resident or self._group.shard.size == 1
-        block = (self._homes if stays_whole else self._slots).take(layout.nbytes)
-        _fill(unit.views(block.tensor), values)
-        covers = (0, layout.nbytes) if stays_whole else (layout.cuts[rank], layout.cuts[rank + 1])
-        home = block
-        if not stays_whole:
-            home = self._homes.take(covers[1] - covers[0])
-            home.tensor[: covers[1] - covers[0]].copy_(block.tensor[covers[0] : covers[1]])
-            self._slots.give(block)
-        place = self._places[unit] = _Place(home, covers)
-        self._ledger.add("parameters", home.nbytes)
-        if resident:
+        place = self._places[unit]
+        home, (lo, hi) = place.home.block, place.covers
+        if home is not None and hi - lo == unit.layout.nbytes:
+            _fill(unit.views(home.tensor), values)
+        else:
+            slot = self._slots.take_or_wait(unit.layout.nbytes, _WAIT)
+            self._ledger.add("slots", slot.nbytes)
+            _fill(unit.views(slot.tensor), values)
+            if home is not None:
+                home.tensor[: hi - lo].copy_(slot.tensor[lo:hi])
+            self._give_slot(slot, place.home.save(slot.tensor[lo:hi]) if home is None else [])
+        if place.permanent and home is not None:
             self._attach(unit, place, home)
-            place.permanent = True
         else:
             self._evict(unit)
-        return values
 
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
@@ -126,44 +156,67 @@ class Residency:
         return next((u for u in self._units if self._places[u].pins), None)
 
     def prefetch(self, unit: Unit) -> None:
-        """Start gathering ``unit`` if it is not whole or on its way."""
-        place = self._places[unit]
-        if place.state is not State.HOME:
+        """Start bringing ``unit`` if it is not whole or on its way; later, if there is no slot for it now."""
+        if self._places[unit].state is not State.HOME:
             return
         self._trace("prefetch", unit.name)
         self._guessed[unit] = None
         while len(self._guessed) > self._ahead:
             self._drop(next(iter(self._guessed)))  # a guess that was wrong
-        if self._group.shard.size == 1:
-            place.block, place.state = place.home, State.WHOLE
-            self._by_address[place.home.tensor.data_ptr()] = unit
-            return
-        place.block = self._slots.take(unit.layout.nbytes)
-        self._by_address[place.block.tensor.data_ptr()] = unit
-        self._ledger.add("slots", place.block.nbytes)
-        place.state = State.GATHERING
-        place.ticket = self._channel.submit(
-            Label("gather", unit.index, unit.name), _gather(unit, place.block.tensor, place.home.tensor, place.covers)
-        )
+        if not self._bring(unit, Priority.NEXT):
+            self._wanted[unit] = None
+
+    def retry(self) -> None:
+        """Start what waited for a slot, now that time has passed."""
+        while self._wanted:
+            unit = next(iter(self._wanted))
+            if self._places[unit].state is State.HOME and not self._bring(unit, Priority.NEXT):
+                return
+            del self._wanted[unit]
+
+    def _bring(self, unit: Unit, priority: Priority) -> bool:
+        """Start filling a slot with ``unit``; whether there was one."""
+        place = self._places[unit]
+        home, alone = place.home, self._group.shard.size == 1
+        if home.block is not None and alone:
+            place.slot, place.state = home.block, State.WHOLE
+            self._by_address[home.block.tensor.data_ptr()] = unit
+            return True
+        slot = self._take_slot(unit, urgent=priority is Priority.NOW)
+        if slot is None:
+            return False
+        self._ledger.add("slots", slot.nbytes)
+        self._by_address[slot.tensor.data_ptr()] = unit
+        place.slot, place.state = slot, State.ARRIVING
+        lo, hi = place.covers
+        place.reads = [] if home.block is not None else home.fetch(slot.tensor[lo:hi], priority)
+        if not alone:
+            label = Label("gather", unit.index, unit.name)
+            place.gather = self._channel.submit(label, _gather(unit, slot.tensor, place))
+        return True
 
     def whole(self, unit: Unit) -> Tensor:
         """The unit's bytes, all of them, now. Valid until the unit is released and something else needs the memory."""
         place = self._places[unit]
-        self.prefetch(unit)
-        if place.state is State.GATHERING:
-            if place.ticket is None:
-                raise InternalError(f"unit {unit.name!r} is being gathered without a ticket")
-            place.ticket.wait()
-            place.ticket = None
+        if place.state is State.HOME:
+            self._trace("prefetch", unit.name)
+            self._bring(unit, Priority.NOW)
+        if place.state is State.ARRIVING:
+            for read in place.reads:
+                read.wait()
+            if place.gather is not None:
+                place.gather.wait()
+            place.reads, place.gather = [], None
             place.state = State.WHOLE
             self._trace("gathered", unit.name)
         self._guessed.pop(unit, None)
+        self._wanted.pop(unit, None)
         self._recent[unit] = None
         self._recent.move_to_end(unit)
         self._shrink(protect=unit)
-        if place.block is None:
-            raise InternalError(f"unit {unit.name!r} is whole without a block")
-        return place.block.tensor
+        if place.slot is None:
+            raise InternalError(f"unit {unit.name!r} is whole without a slot")
+        return place.slot.tensor
 
     def pin(self, unit: Unit) -> None:
         """Make ``unit``'s parameters usable until as many ``unpin`` calls follow."""
@@ -178,9 +231,9 @@ class Residency:
         except BaseException:
             place.pins -= 1
             raise
-        if place.block is None:
-            raise InternalError(f"unit {unit.name!r} is whole without a block")
-        self._attach(unit, place, place.block)
+        if place.slot is None:
+            raise InternalError(f"unit {unit.name!r} is whole without a slot")
+        self._attach(unit, place, place.slot)
 
     def unpin(self, unit: Unit) -> None:
         """Undo one ``pin``. The last one evicts the parameters; the bytes stay for a while."""
@@ -216,7 +269,7 @@ class Residency:
         self._places[unit].versions = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
 
     def _lost_write(self, unit: Unit, place: _Place) -> str | None:
-        if place.block is place.home:
+        if place.slot is place.home.block:
             return None
         now = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
         return next((n for n, was, is_ in zip(unit.names, place.versions, now, strict=True) if was != is_), None)
@@ -225,46 +278,123 @@ class Residency:
         """Let go of whole copies that are not pinned: their values are about to be, or were, replaced."""
         for unit in self._units if units is None else units:
             place = self._places[unit]
-            if not place.pins and not place.permanent and place.state is not State.HOME:
+            if not place.pins and not place.held and not place.permanent and place.state is not State.HOME:
                 self._drop(unit)
 
     def unit_at(self, address: int) -> Unit | None:
         """The unit whose whole copy lies in the storage that begins at ``address``."""
         return self._by_address.get(address)
 
-    def piece(self, unit: Unit, index: int, lo: int, hi: int) -> Tensor:
-        """Elements ``lo:hi`` of parameter ``index``, flat, as a view of the home, which must hold them."""
+    # -- the home, for updates and loading ----------------------------------------------------------------------------
+
+    def piece(self, unit: Unit, index: int, lo: int, hi: int, shard: Tensor | None = None) -> Tensor:
+        """Elements ``lo:hi`` of parameter ``index``, flat, as a view of ``shard``, by default a home in memory."""
         place, param, dtype = self._places[unit], unit.layout.params[index], unit.dtypes[index].param
+        if shard is None:
+            if place.home.block is None:
+                raise InternalError(f"unit {unit.name!r} is on disk")
+            shard = place.home.block.tensor
         start = unit.layout.offsets[index] + lo * param.itemsize - place.covers[0] if lo < hi else 0
-        return place.home.tensor[start : start + (hi - lo) * param.itemsize].view(dtype)
+        return shard[start : start + (hi - lo) * param.itemsize].view(dtype)
+
+    def open_chunk(self, unit: Unit, index: int, buffers: Arena, priority: Priority) -> Lease:
+        """A lease on chunk ``index`` of this rank's part of ``unit``: in the home's memory, in the slot, or from the disk."""
+        place, chunk = self._places[unit], unit.chunks[index]
+        lo, hi = unit.updates[0] + chunk.lo, unit.updates[0] + chunk.hi
+        if place.home.block is not None:
+            return View(place.home.block.tensor[lo - place.covers[0] : hi - place.covers[0]])
+        if place.slot is not None and place.state is not State.ARRIVING:
+            return _SlotLease(place, index, place.slot.tensor[lo:hi])
+        return place.home.open(index, buffers, priority)
+
+    @contextmanager
+    def shard(self, unit: Unit, *, write: bool) -> Generator[Tensor]:
+        """The bytes that the home holds; what is written to them is kept if ``write``. The unit must not be whole."""
+        place = self._places[unit]
+        if place.home.block is not None:
+            yield place.home.block.tensor[: place.home.nbytes]
+            return
+        self.forget([unit])
+        block = self._take_slot(unit, urgent=True)
+        if block is None:
+            raise InternalError("no slot for an urgent request")
+        self._ledger.add("slots", block.nbytes)
+        bytes_ = block.tensor[: place.home.nbytes]
+        writes: list[IOTicket] = []
+        try:
+            for read in place.home.fetch(bytes_, Priority.NOW):
+                read.wait()
+            yield bytes_
+            writes = place.home.save(bytes_) if write else []
+        finally:
+            del bytes_
+            self._give_slot(block, writes)
+
+    @contextmanager
+    def holding(self, unit: Unit) -> Generator[None]:
+        """Keep a unit's slot, which an update changes, until it is done. Brings nothing: a unit that is at home stays there."""
+        place = self._places[unit]
+        place.held = True
+        try:
+            yield
+        finally:
+            place.held = False
+
+    def held_by_others(self, unit: Unit) -> bool:
+        """Whether somebody outside holds a view of the unit's slot: then it must not be written."""
+        place = self._places[unit]
+        return place.slot is not None and place.state is State.WHOLE and place.slot.held
+
+    def on_disk(self, unit: Unit) -> bool:
+        return self._places[unit].home.block is None
+
+    def move_home(self, unit: Unit, store: Store | None) -> None:
+        """Between two steps: into memory (``None``) or into ``store``."""
+        place = self._places[unit]
+        self.forget([unit])
+        before = place.home.block
+        if store is None:
+            place.home.bring()
+        else:
+            place.home.send(store)
+        after = place.home.block
+        self._ledger.add(
+            "parameters", (after.nbytes if after is not None else 0) - (before.nbytes if before is not None else 0)
+        )
 
     def publish(self, unit: Unit) -> Ticket[None] | None:
         """After an update: bring other ranks' new shards into a home that holds the whole unit."""
         place = self._places[unit]
         if not place.permanent or self._group.shard.size == 1:
             return None
-        home = place.home.tensor
+        if place.home.block is None:
+            raise InternalError(f"unit {unit.name!r} is resident and on disk")
+        home = place.home.block.tensor[: unit.layout.nbytes]
         return self._channel.submit(
-            Label("publish", unit.index, unit.name),
-            lambda wire, _: wire.shard.gather(home[: unit.layout.nbytes], unit.layout.cuts),
+            Label("publish", unit.index, unit.name), lambda wire, _: wire.shard.gather(home, unit.layout.cuts)
         )
 
     def write_back(self, unit: Unit) -> None:
         """Make rank 0's view of a pinned unit the values of every rank."""
         place = self._places[unit]
-        whole = (place.home if place.block is None else place.block).tensor[: unit.layout.nbytes]
+        if place.slot is None:
+            raise InternalError(f"unit {unit.name!r} is pinned without a slot")
+        whole = place.slot.tensor[: unit.layout.nbytes]
         self._channel.run(Label("write", unit.index, unit.name), lambda wire, _: wire.world.broadcast(whole))
         lo, hi = place.covers
-        home = place.home.tensor[: hi - lo]
-        if home.data_ptr() != whole[lo:].data_ptr():
-            home.copy_(whole[lo:hi])
+        if place.home.block is None:
+            place.writes += place.home.save(whole[lo:hi])
+        elif place.home.block is not place.slot:
+            place.home.block.tensor[: hi - lo].copy_(whole[lo:hi])
 
     def refuse_replaced(self, unit: Unit) -> None:
         """Raise if somebody replaced the memory of an attached parameter (``.to()``, ``.half()``, ``param.data = ...``)."""
         place = self._places[unit]
         if place.state is not State.ATTACHED:
             return
-        base = (place.block or place.home).tensor.data_ptr()
+        if place.slot is None:
+            raise InternalError(f"unit {unit.name!r} is attached without a slot")
+        base = place.slot.tensor.data_ptr()
         for name, param, shape, offset in zip(unit.names, unit.params, unit.layout.params, unit.layout.offsets, strict=True):
             if shape.numel and param.data_ptr() != base + offset:
                 raise Refused(
@@ -279,7 +409,7 @@ class Residency:
             for param, view in zip(unit.params, unit.views(block.tensor), strict=True):
                 param.__class__ = nn.Parameter
                 param.data = view
-        place.block = block
+        place.slot = block
         place.state = State.ATTACHED
         self.accept_writes(unit)
         self._trace("attach", unit.name)
@@ -292,24 +422,70 @@ class Residency:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
+    def _idle(self, protect: Unit | None = None) -> list[Unit]:
+        """Whole units that nobody uses, the one not used for longest first."""
+        return [u for u in self._recent if not self._places[u].pins and not self._places[u].held and u is not protect]
+
     def _shrink(self, protect: Unit | None = None) -> None:
-        idle = [u for u in self._recent if not self._places[u].pins and u is not protect]
+        idle = self._idle(protect)
         for unit in idle[: max(0, len(idle) - _KEEP)]:
             self._drop(unit)
 
+    def _take_slot(self, unit: Unit, *, urgent: bool) -> Block | None:
+        """A slot for ``unit``. What nobody uses makes room; for an urgent request, so do guesses, and write-backs are awaited."""
+        nbytes = unit.layout.nbytes
+        while True:
+            try:
+                return self._slots.take(nbytes)
+            except ArenaFull:
+                guesses = [u for u in self._guessed if urgent and self._places[u].state is not State.HOME]
+                victim = next(iter((*self._idle(), *guesses)), None)
+            if victim is not None:
+                self._drop(victim)
+            elif not urgent:
+                return None
+            else:
+                return self._wait_for_slot(unit)
+
+    def _wait_for_slot(self, unit: Unit) -> Block:
+        busy = any(not w.done for p in self._places.values() for w in p.writes) or self._slots.taken_bytes
+        try:
+            return self._slots.take_or_wait(unit.layout.nbytes, _WAIT if busy else 0.0)
+        except ArenaFull as full:
+            raise OverBudget("slots for units in use", unit.layout.nbytes, self._slots.capacity or 0, unit.name) from full
+
+    def _give_slot(self, slot: Block, under_way: Iterable[IOTicket]) -> None:
+        """Return a slot to the arena once nothing reads or writes it any more."""
+        waiting = [t for t in under_way if not t.done]
+        left, lock = len(waiting), threading.Lock()
+
+        def done() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left > 0:
+                    return
+            self._ledger.remove("slots", slot.nbytes)
+            self._slots.give(slot)
+
+        if not waiting:
+            done()
+        for ticket in waiting:
+            ticket.on_done(done)
+
     def _drop(self, unit: Unit) -> None:
         place = self._places[unit]
-        self._recent.pop(unit, None)
-        self._guessed.pop(unit, None)
-        if place.ticket is not None:
-            place.ticket.wait()
-            place.ticket = None
-        block, place.block, place.state = place.block, None, State.HOME
-        if block is not None:
-            self._by_address.pop(block.tensor.data_ptr(), None)
-        if block is not None and block is not place.home:
-            self._ledger.remove("slots", block.nbytes)
-            self._slots.give(block)
+        for order in (self._recent, self._guessed, self._wanted):
+            order.pop(unit, None)
+        if place.gather is not None:
+            place.gather.wait()
+        under_way = place.reads + place.writes
+        slot, place.slot, place.state, place.gather, place.reads, place.writes = place.slot, None, State.HOME, None, [], []
+        if slot is None:
+            return
+        self._by_address.pop(slot.tensor.data_ptr(), None)
+        if slot is not place.home.block:
+            self._give_slot(slot, under_way)
             self._trace("drop", unit.name)
 
 
@@ -318,11 +494,15 @@ def _fill(views: Sequence[Tensor], flat_values: Sequence[Tensor]) -> None:
         view.copy_(value.as_strided(view.shape, view.stride()))
 
 
-def _gather(unit: Unit, whole: Tensor, home: Tensor, covers: tuple[int, int]) -> Callable[[Wire, list[bytes]], None]:
-    lo, hi = covers
+def _gather(unit: Unit, whole: Tensor, place: _Place) -> Callable[[Wire, list[bytes]], None]:
+    lo, hi = place.covers
+    reads, home = place.reads, place.home.block
 
     def work(wire: Wire, _: list[bytes]) -> None:
-        whole[lo:hi].copy_(home[: hi - lo])
+        for read in reads:
+            read.wait()
+        if home is not None:
+            whole[lo:hi].copy_(home.tensor[: hi - lo])
         wire.shard.gather(whole[: unit.layout.nbytes], unit.layout.cuts)
 
     return work

@@ -1,14 +1,17 @@
-"""Saved-tensor hooks: a view of a parameter is kept as a recipe, not as a tensor.
+"""Saved-tensor hooks: what autograd keeps of a forward pass, and how.
 
 [Note: autograd keeps views of parameters] ``F.linear`` saves ``weight.t()``, which shares the weight's memory, so releasing
 a unit would free nothing. While a unit computes, a saved tensor that lies in the unit's block is packed as (unit, offset,
 shape, stride, version), and unpacking gathers the unit on demand and checks the version. Other saved tensors go to whatever
-hooks were open before (a caller's checkpointing, for instance), as if ours were not there.
+hooks were open before (a caller's checkpointing, for instance), as if ours were not there; where none were, they are kept
+as they are or spilled to a store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +21,46 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import StaleGraph
 from lowtide.runtime.residency import Residency
+from lowtide.runtime.spill import Spill, Spilled, check_version
 from lowtide.runtime.unit import Unit
 from lowtide.torch_internals import innermost_saved_tensor_hooks
 
 
+class Needed:
+    """Something in a graph that needs the values which ``unit`` has now; as long as it lives, so does the need."""
+
+    __slots__ = ("__weakref__", "unit", "version")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.version = unit.version
+
+    def check(self) -> None:
+        """Raise if the unit has other values by now."""
+        if self.version != self.unit.version:
+            raise StaleGraph(self.unit.name)
+
+
+class _Recipe(Needed):
+    """A view of a unit's parameters."""
+
+    __slots__ = ("conjugate", "dtype", "offset", "shape", "stride")
+
+    def __init__(self, unit: Unit, view: Tensor) -> None:
+        super().__init__(unit)
+        self.dtype = view.dtype
+        self.offset = int(view.storage_offset())
+        self.shape = view.shape
+        self.stride = view.stride()
+        self.conjugate = view.is_conj()
+
+
 @dataclass(frozen=True, slots=True)
-class _Recipe:
-    unit: Unit
+class _Kept:
+    """A tensor that stays in memory. Torch itself checks versions only where there are no hooks."""
+
+    tensor: Tensor
     version: int
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    conjugate: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,48 +71,141 @@ class _Outer:
     unpack: Callable[[Any], Tensor]
 
 
-class SavedViews:
-    """Opens and closes the hooks around forward passes."""
+def _nothing(_: int) -> bool:
+    return False
 
-    def __init__(self, residency: Residency, on_demand: Callable[[Unit], None]) -> None:
+
+class SavedViews:
+    """Opens and closes the hooks around forward passes, and counts what they see.
+
+    ``stays`` says whether the storage that begins at an address is in memory anyway (a resident parameter, a buffer): a tensor
+    in it is neither spilled nor counted.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        on_demand: Callable[[Unit], None],
+        *,
+        spill: Spill | None = None,
+        stays: Callable[[int], bool] = _nothing,
+    ) -> None:
         self._residency = residency
         self._on_demand = on_demand
+        self.spill = spill
+        self._stays = stays
         self._pack_functions: set[Callable[..., Any]] = set()
+        self._needed: defaultdict[Unit, weakref.WeakSet[Needed]] = defaultdict(weakref.WeakSet)
+        self._computing: list[Unit | None] = []  # of the modules whose forward runs, innermost last
+        self.saved_bytes: defaultdict[Unit | None, int] = defaultdict(int)
+        """Bytes of activations that autograd kept or spilled while a unit computed (None: outside of all units). Storages
+        count whole, once per forward pass of the model; ``clear`` it when a step begins."""
+
+    # -- who computes, who is needed ----------------------------------------------------------------------------------
+
+    def enter(self, units: Sequence[Unit]) -> None:
+        """A module that needs ``units`` begins: what is saved from now on is counted for the first of them."""
+        self._computing.append(units[0] if units else None)
+
+    def leave(self) -> None:
+        """That module is done."""
+        if self._computing:
+            self._computing.pop()
+
+    def reset(self) -> None:
+        """An interrupt left forward passes without their end."""
+        self._computing.clear()
+
+    def need(self, unit: Unit) -> Needed:
+        """Note that whoever holds the result needs the present values of ``unit``."""
+        return self._note(Needed(unit))
+
+    def _note(self, needed: Needed) -> Needed:
+        self._needed[needed.unit].add(needed)
+        return needed
+
+    def live_recipes(self, unit: Unit) -> int:
+        """How many places in graphs still need the values of ``unit``."""
+        return len(self._needed[unit]) if unit in self._needed else 0
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
 
     def open(self) -> saved_tensors_hooks | None:
         """Open the hooks, unless ours are the innermost already."""
         outer = innermost_saved_tensor_hooks()
         if outer is not None and outer[0] in self._pack_functions:
             return None
+        seen: set[int] = set()
 
         def pack(tensor: Tensor) -> Any:
-            unit = self._residency.unit_at(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
-            if unit is not None and not tensor.is_neg():
-                offset = int(tensor.storage_offset())
-                return _Recipe(unit, unit.version, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.is_conj())
-            return _Outer(outer[0](tensor), outer[1]) if outer is not None else tensor
+            address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+            recipe = self._recipe(tensor, address)
+            if recipe is not None:
+                return recipe
+            return _Outer(outer[0](tensor), outer[1]) if outer is not None else self._keep(tensor, address, seen)
 
-        self._pack_functions.add(pack)
-        context = saved_tensors_hooks(pack, self._unpack)
-        context.__enter__()
-        return context
+        return self._opened(pack)
+
+    def open_in_checkpoint(self) -> saved_tensors_hooks:
+        """Open the hooks inside those of a checkpoint, which must be the innermost.
+
+        A checkpoint tells saved tensors by their number, so it is shown views of parameters as well; it gets no hold on them.
+        """
+        outer = innermost_saved_tensor_hooks()
+
+        def pack(tensor: Tensor) -> Any:
+            address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+            recipe = self._recipe(tensor, address)
+            if outer is None:
+                return recipe or _Kept(tensor, tensor._version)  # pyright: ignore[reportPrivateUsage]
+            packed = outer[0](tensor)
+            return _Outer(packed, outer[1]) if recipe is None else recipe
+
+        return self._opened(pack)
 
     def close(self, context: saved_tensors_hooks | None) -> None:
         if context is not None:
             context.__exit__()
             self._pack_functions.discard(context.pack_hook)
 
+    def _opened(self, pack: Callable[[Tensor], Any]) -> saved_tensors_hooks:
+        self._pack_functions.add(pack)
+        context = saved_tensors_hooks(pack, self._unpack)
+        context.__enter__()
+        return context
+
+    def _recipe(self, tensor: Tensor, address: int) -> Needed | None:
+        unit = self._residency.unit_at(address) if address else None
+        return None if unit is None or tensor.is_neg() else self._note(_Recipe(unit, tensor))
+
+    def _keep(self, tensor: Tensor, address: int, seen: set[int]) -> Spilled | _Kept:
+        if address and not self._stays(address):
+            handle = self.spill.pack(tensor) if self.spill is not None else None
+            # a spilled tensor's memory may go to another one while this pass is still open: only its first save counts
+            if handle is not None:
+                self._count(handle.stored.nbytes if handle.is_first else 0)
+                return handle
+            if address not in seen:
+                seen.add(address)
+                self._count(tensor.untyped_storage().nbytes())
+        return _Kept(tensor, tensor._version)  # pyright: ignore[reportPrivateUsage]
+
+    def _count(self, nbytes: int) -> None:
+        self.saved_bytes[self._computing[-1] if self._computing else None] += nbytes
+
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed, _Kept):
+            tensor = packed.tensor
+            check_version(tensor._version, packed.version, tensor.shape, tensor.dtype)  # pyright: ignore[reportPrivateUsage]
+            return tensor
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        unit = packed.unit
-        if packed.version != unit.version:
-            raise StaleGraph(unit.name)
-        self._on_demand(unit)
+        if isinstance(packed, Spilled):
+            return packed.unpack()
+        packed.check()
+        self._on_demand(packed.unit)
         with torch.no_grad():
-            storage = self._residency.whole(unit).untyped_storage()
+            storage = self._residency.whole(packed.unit).untyped_storage()
             view = torch.empty(0, dtype=packed.dtype, device=storage.device)
             place: Any = (storage, packed.offset, packed.shape, packed.stride)
             view.set_(*place)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import GradientElsewhere
+from lowtide.runtime.grad_store import Change
 from lowtide.torch_internals import IGNORE_TORCH_FUNCTION, wrapper_tensor
 
 aten: Any = torch.ops.aten
@@ -31,11 +32,16 @@ class GradOwner(Protocol):
 
     def grads_changed(self) -> None: ...
 
+    def note_change(self, grad: ShardedGrad, change: Change) -> None: ...
+
+    def is_finite(self, grad: ShardedGrad) -> bool: ...
+
 
 class ShardedGrad(torch.Tensor):
-    """See the module's docstring. ``piece`` is the part on this rank, 1-D in the parameter's memory order."""
+    """See the module's docstring. ``piece`` is the part on this rank, 1-D in the parameter's memory order; ``None`` if that is
+    on a shelf, where the owner knows it."""
 
-    piece: Tensor
+    piece: Tensor | None
     key: int
     parameter: str
     owner_reference: weakref.ref[GradOwner]  # weak: Python cannot see a cycle that goes through ``param.grad``
@@ -49,7 +55,9 @@ class ShardedGrad(torch.Tensor):
         return owner
 
     @classmethod
-    def make(cls, like: Tensor, *, stride: Sequence[int], piece: Tensor, key: int, name: str, owner: GradOwner) -> ShardedGrad:
+    def make(
+        cls, like: Tensor, *, stride: Sequence[int], piece: Tensor | None, key: int, name: str, owner: GradOwner
+    ) -> ShardedGrad:
         """A gradient shaped like ``like``, of which ``piece`` is here."""
         self: ShardedGrad = wrapper_tensor(cls, like, tuple(stride))
         self.piece, self.key, self.parameter, self.owner_reference = piece, key, name, weakref.ref(owner)
@@ -60,7 +68,7 @@ class ShardedGrad(torch.Tensor):
         return self.owner.whole_of(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        here = f"{self.piece.numel()} of {self.numel()} elements here"
+        here = "elsewhere" if self.piece is None else f"{self.piece.numel()} of {self.numel()} elements here"
         return f"ShardedGrad({self.parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype}, {here})"
 
     __torch_function__ = IGNORE_TORCH_FUNCTION
@@ -82,22 +90,48 @@ def _same(func: Any, args: Any, kwargs: Any) -> ShardedGrad:
     return args[0]
 
 
+def _change(grad: ShardedGrad, function: Callable[[Tensor], Any], *, keeps_finite: bool) -> None:
+    if grad.piece is not None:
+        function(grad.piece)
+    else:
+        grad.owner.note_change(grad, Change(function, keeps_finite))
+    grad.owner.grads_changed()
+
+
+def _frozen(operands: Any) -> Any:
+    """Operands as they are now: a noted change must not see what the caller makes of them later."""
+    return tuple(
+        o.detach().clone() if isinstance(o, Tensor) else type(o)(_frozen(o)) if isinstance(o, list | tuple) else o
+        for o in operands
+    )
+
+
+def _keeps_finite(func: Any, operands: Sequence[Any]) -> bool:
+    if func.overloadpacket in (aten.zero_, aten._foreach_zero_, aten.clamp_, aten.clamp_min_, aten.clamp_max_):
+        return True
+    is_product = func.overloadpacket in (aten.mul_, aten._foreach_mul_)
+    return is_product and all(-1.0 <= float(o) <= 1.0 for o in operands if isinstance(o, Tensor | float | int))
+
+
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     """An elementwise in-place operation with scalars or one-element tensors, on one gradient."""
     grad: ShardedGrad = args[0]
     _refuse_operands(grad, func, args[1:])
-    func(grad.piece, *args[1:], **kwargs)
-    grad.owner.grads_changed()
+    operands = _frozen(args[1:])
+    _change(grad, lambda piece: func(piece, *operands, **kwargs), keeps_finite=_keeps_finite(func, operands))
     return grad
 
 
 def _in_place_each(func: Any, args: Any, kwargs: Any) -> None:
     """The same on a list of gradients."""
+    operands = _frozen(args[1:])
     for grad in args[0]:
         if isinstance(grad, ShardedGrad):
             _refuse_operands(grad, func, args[1:])
-            grad.owner.grads_changed()
-    func([g.piece if isinstance(g, ShardedGrad) else g for g in args[0]], *args[1:], **kwargs)
+            keeps = _keeps_finite(func, operands)
+            _change(grad, lambda piece: func([piece], *operands, **kwargs), keeps_finite=keeps)
+        else:
+            func([grad], *operands, **kwargs)
 
 
 def _refuse_operands(grad: ShardedGrad, func: Any, operands: Sequence[Any]) -> None:
@@ -127,7 +161,14 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     """GradScaler's check and unscale: what one rank finds, all ranks must know."""
     grads, found_inf, inverse_scale = args
     owner = next(g.owner for g in grads if isinstance(g, ShardedGrad))
-    func([g.piece if isinstance(g, ShardedGrad) else g for g in grads], found_inf, inverse_scale, **kwargs)
+    here = [g.piece if isinstance(g, ShardedGrad) else g for g in grads]
+    func([g for g in here if g is not None], found_inf, inverse_scale, **kwargs)
+    factor, ignored = inverse_scale.detach().clone(), torch.zeros_like(found_inf)
+    for grad in grads:
+        if isinstance(grad, ShardedGrad) and grad.piece is None:
+            if not owner.is_finite(grad):
+                found_inf.fill_(1.0)
+            _change(grad, lambda piece: func([piece], ignored, factor), keeps_finite=bool(factor <= 1.0))
     if owner.any_rank(bool(found_inf.item())):
         found_inf.fill_(1.0)
     owner.grads_changed()

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.config import Config, KindDtypes
-from lowtide.spec.layout import ParamShape, UnitLayout, lay_out
+from lowtide.spec.chunks import cut_into_chunks
+from lowtide.spec.layout import ALIGNMENT, ParamShape, UnitLayout, lay_out
 from lowtide.spec.units import UnitSpec
 
 
 class Unit:
     """Identity and layout. Where its bytes are is known to Residency, its gradients to Grads, its states to Update."""
 
-    def __init__(self, index: int, spec: UnitSpec, config: Config, ranks: int) -> None:
+    def __init__(self, index: int, spec: UnitSpec, config: Config, shard: tuple[int, int], *, whole_parameters: bool) -> None:
+        rank, ranks = shard
         self.index = index
         self.name = spec.name
         self.modules = spec.modules
@@ -25,7 +27,12 @@ class Unit:
         shapes = [
             ParamShape(tuple(p.shape), dense_stride(p), d.param.itemsize) for p, d in zip(spec.params, self.dtypes, strict=True)
         ]
-        self.layout: UnitLayout = lay_out(shapes, config.partition, ranks)
+        self.layout: UnitLayout = lay_out(shapes, config.partition, ranks, align=ALIGNMENT if config.disk else 1)
+        cuts = self.layout.cuts
+        self.updates = (cuts[rank], cuts[rank + 1]) if config.stage.optimizer else (0, self.layout.nbytes)
+        """The bytes of the unit that this rank updates."""
+        self.chunks = cut_into_chunks(self.layout, self.updates, chunk_bytes=config.update.chunk_bytes, whole=whole_parameters)
+        self.chunk_cuts = (0, *(c.hi for c in self.chunks))
         self.index_of = {p: i for i, p in enumerate(spec.params)}
         self.version = 0
         """Raised by every update; a graph built on an older version must not be walked backward."""

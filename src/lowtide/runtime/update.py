@@ -2,12 +2,14 @@
 
 For the length of one step, the optimizer's ``param_groups`` list this rank's pieces and its ``state`` is keyed by them;
 outside a step both show the caller's parameters. A piece that is a whole parameter keeps its shape and strides; a cut one
-is flat.
+is flat. Where bytes may be on disk, units are updated chunk by chunk instead (runtime/stream.py): in ``optimizer.step()``,
+or each unit by itself as soon as its gradients are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,16 +19,23 @@ from torch.optim import Optimizer
 
 from lowtide.comm.group import Group
 from lowtide.config import Config
+from lowtide.runtime.chunked_step import ChunkedStep
 from lowtide.runtime.grads import GradRecord, Grads
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.norm import GradPiece
 from lowtide.runtime.probe import plain_step
 from lowtide.runtime.residency import Residency
+from lowtide.runtime.stream import OpenChunk, UnitStream
 from lowtide.runtime.unit import Unit, flat_view, is_whole
+from lowtide.tiers.arena import Arena
+from lowtide.tiers.store import Priority
+
+_AHEAD = 64  # chunks that may be open at once, if memory for their buffers is not limited
 
 
 class Piece:
-    """What this rank updates of one parameter: elements ``lo:hi`` in memory order."""
+    """What this rank updates of one parameter: elements ``lo:hi`` in memory order. For a unit that is updated by chunks,
+    ``target`` has the right dtype and no elements."""
 
     __slots__ = ("hi", "lo", "low_precision", "record", "target")
 
@@ -50,14 +59,30 @@ class Piece:
 class Update:
     """Pieces of every parameter, and the step on them."""
 
-    def __init__(self, *, config: Config, group: Group, residency: Residency, grads: Grads, ledger: Ledger) -> None:
+    def __init__(
+        self, *, config: Config, group: Group, residency: Residency, grads: Grads, buffers: Arena, ledger: Ledger
+    ) -> None:
         self._config, self._group, self._residency, self._grads, self._ledger = config, group, residency, grads, ledger
+        self._buffers = buffers
         self.pieces: dict[nn.Parameter, Piece] = {}
-        self.begun = False  # whether the last step got as far as changing anything
+        self.streams: dict[Unit, UnitStream] = {}
+        """Units that are updated by chunks."""
+        self.begun = False  # whether the step under way, or the last one, got as far as changing anything
         self._master_bytes = 0
+        self._step: ChunkedStep | None = None  # that is under way in backward
+        self._updated: list[nn.Parameter] = []  # in it
+        self._ahead: dict[Unit, deque[OpenChunk]] = {}
 
     def take_over(self, unit: Unit, values: Sequence[Tensor]) -> None:
         """Make this rank's pieces of ``unit``. ``values`` are its parameters as they were built, for master copies."""
+        if unit in self.streams:
+            self.streams[unit].write_masters(values)
+            for record in self._grads.records[unit]:
+                lo, hi = self._range(record)
+                master = record.unit.dtypes[record.index].master
+                stand_in = nn.Parameter(torch.empty(0, dtype=master), requires_grad=master.is_floating_point)
+                self.pieces[record.param] = Piece(record, lo, hi, stand_in, None)
+            return
         for record, value in zip(self._grads.records[unit], values, strict=True):
             piece = self.pieces[record.param] = self._piece(record, value)
             if piece.low_precision is not None:
@@ -66,7 +91,7 @@ class Update:
     def _piece(self, record: GradRecord, value: Tensor) -> Piece:
         unit, index = record.unit, record.index
         param, dtypes = unit.layout.params[index], unit.dtypes[index]
-        lo, hi = unit.layout.piece(index, self._group.shard.rank) if self._config.stage.optimizer else (0, param.numel)
+        lo, hi = self._range(record)
         flat = self._residency.piece(unit, index, lo, hi)
         low_precision = None
         if dtypes.master is not dtypes.param:
@@ -74,10 +99,20 @@ class Update:
         shaped = flat.as_strided(param.shape, param.stride) if is_whole((lo, hi), param) else flat
         return Piece(record, lo, hi, nn.Parameter(shaped, requires_grad=shaped.is_floating_point()), low_precision)
 
+    def _range(self, record: GradRecord) -> tuple[int, int]:
+        """Elements of a parameter that this rank updates."""
+        layout = record.unit.layout
+        if self._config.stage.optimizer:
+            return layout.piece(record.index, self._group.shard.rank)
+        return 0, layout.params[record.index].numel
+
     def refresh_masters(self, params: Iterable[nn.Parameter]) -> None:
         """These parameters may have been written from outside: masters follow, element by element, where they no longer round
         to what is there; elsewhere they keep what rounding would lose."""
-        for piece in (self.pieces[p] for p in params):
+        pieces = [self.pieces[p] for p in params]
+        for unit in {piece.record.unit for piece in pieces} & set(self.streams):
+            self.streams[unit].refresh_masters()
+        for piece in pieces:
             low = piece.low_precision
             if low is not None:
                 master = flat_view(piece.target, self._stride(piece)).detach()
@@ -86,21 +121,20 @@ class Update:
     def write_master(self, param: nn.Parameter, value: Tensor) -> None:
         """Keep this rank's part of ``value``, a whole tensor, as the master copy, before it is rounded."""
         piece = self.pieces[param]
+        stream = self.streams.get(piece.record.unit)
+        if stream is not None:
+            flat = flat_view(value, piece.record.unit.layout.params[piece.record.index].stride)
+            stream.write_masters([flat if p is param else None for p in piece.record.unit.params])
         if piece.low_precision is not None:
             target = flat_view(piece.target, self._stride(piece)).detach()
             target.copy_(flat_view(value, piece.record.unit.layout.params[piece.record.index].stride)[piece.lo : piece.hi])
 
     # -- gradients of this rank's part, for norm and finiteness -------------------------------------------------------
 
-    def grad_pieces(self) -> list[GradPiece]:
-        """This rank's part of every gradient that is shown now; over all ranks of a copy they make up the whole."""
-        out: list[GradPiece] = []
-        for record in self._grads.by_param.values():
-            lo, hi = record.unit.layout.piece(record.index, self._group.shard.rank)
-            values = self._grads.piece(record, lo, hi)
-            if values is not None:
-                out.append(GradPiece(record.key, lo, record.unit.layout.params[record.index].numel, values))
-        return out
+    def grad_pieces(self) -> Iterator[GradPiece]:
+        """This rank's part of every gradient that is shown now; each is valid until the next."""
+        for record, lo, values in self._grads.pieces():
+            yield GradPiece(record.key, lo, record.unit.layout.params[record.index].numel, values)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -108,18 +142,128 @@ class Update:
         """Update every piece that has a gradient; returns the parameters that have one."""
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.begun = False
-        with torch.no_grad(), self.on_pieces(optimizer) as pieces:
+        with torch.no_grad():
+            if self.streams:
+                self._run_streams(optimizer)
+            else:
+                self._run_pieces(optimizer)
+        return updated
+
+    def _run_pieces(self, optimizer: Optimizer) -> None:
+        """All pieces are in memory: the optimizer's own step, once."""
+        with self.on_pieces(optimizer) as pieces:
             for piece in pieces:
                 piece.target.grad = self._grad(piece)
-                self._widen(optimizer, piece)
+                self._cast(optimizer, piece, piece.target.dtype)
             self.begun = True
             plain_step(type(optimizer).plain_class)(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
             for piece in pieces:
                 if piece.target.grad is not None and piece.low_precision is not None:
                     piece.low_precision.copy_(flat_view(piece.target, self._stride(piece)))
                 piece.target.grad = None
-                self._narrow(optimizer, piece)
+                self._cast(optimizer, piece, piece.record.unit.dtypes[piece.record.index].moments)
             self._ledger.set("optimizer", self._master_bytes + _state_bytes(optimizer))
+
+    def _run_streams(self, optimizer: Optimizer) -> None:
+        """Chunk after chunk: while one is updated, the next are read and the last are written."""
+        step = ChunkedStep(optimizer)
+        work = [(s, n) for s in self.streams.values() for n in range(len(s.unit.chunks)) if self._has_grads(s, n)]
+        opened: deque[OpenChunk] = deque()
+        try:
+            for at, (stream, _) in enumerate(work):
+                while (following := at + len(opened)) < len(work):
+                    ahead, number = work[following]
+                    if opened and not self._has_room(ahead, opened):
+                        break
+                    priority = Priority.MOMENTS if opened else Priority.NOW
+                    opened.append(ahead.open(number, priority, with_values=True))
+                chunk = opened[0]
+                self.begun = True
+                changed = stream.update(chunk, step, self._grads_of(stream, chunk))
+                opened.popleft().close(changed=changed)
+                del chunk
+        finally:
+            for chunk in opened:
+                chunk.close(changed=False)
+        step.finish()
+
+    def _has_grads(self, stream: UnitStream, number: int) -> bool:
+        return any(stream.unit.params[part.index].grad is not None for part in stream.unit.chunks[number].parts)
+
+    def _has_room(self, stream: UnitStream, opened: Sequence[OpenChunk]) -> bool:
+        capacity = self._buffers.capacity
+        if capacity is None:
+            return len(opened) < _AHEAD
+        return len(opened) < _AHEAD and self._buffers.taken_bytes + stream.largest_chunk_bytes <= capacity
+
+    def _grads_of(self, stream: UnitStream, chunk: OpenChunk) -> list[Tensor | None]:
+        """The gradient of every part of an open chunk."""
+        records = self._grads.records[stream.unit]
+        parts = stream.unit.chunks[chunk.number].parts
+        stored: list[Tensor] = []
+        if chunk.grads is not None and stream.shelved is not None:
+            stored = stream.shelved.ready(chunk.number, chunk.grads.wait())
+        out: list[Tensor | None] = []
+        for at, part in enumerate(parts):
+            record = records[part.index]
+            out.append(stored[at] if self._grads.is_shelved(record) else self._grads.piece(record, part.lo, part.hi))
+        return out
+
+    # -- the step, unit by unit inside backward -----------------------------------------------------------------------
+
+    def expect(self, unit: Unit) -> None:
+        """The gradients of ``unit`` are being computed: start reading its states."""
+        if unit in self.streams and unit not in self._ahead:
+            self._ahead[unit] = deque()
+        self.read_ahead()
+
+    def read_ahead(self) -> None:
+        """Open as many of the expected chunks as there is memory for."""
+        for unit, opened in self._ahead.items():
+            stream = self.streams[unit]
+            while len(opened) < len(unit.chunks) and self._has_room(stream, opened):
+                opened.append(stream.open(len(opened), Priority.MOMENTS, with_values=False))
+
+    def forget_expected(self, but: Unit | None = None) -> None:
+        """Give back what was read in vain."""
+        for unit in [u for u in self._ahead if u is not but]:
+            for chunk in self._ahead.pop(unit):
+                chunk.close(changed=False)
+
+    def run_unit(self, optimizer: Optimizer, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+        """Update one unit from its reduced gradients, flat and cut as this rank keeps them."""
+        if self._step is None:
+            self._step, self.begun, self._updated = ChunkedStep(optimizer), False, []
+        self.forget_expected(but=unit)
+        with torch.no_grad():
+            self._run_chunks(self._step, unit, grads)
+        self._updated += [p for p, g in zip(unit.params, grads, strict=True) if g is not None and self._step.owns(p)]
+
+    def _run_chunks(self, step: ChunkedStep, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+        stream, starts = self.streams[unit], [self._grads.kept_range(unit, i)[0] for i in range(len(grads))]
+        opened = self._ahead.pop(unit, deque())
+        count = len(unit.chunks)
+        try:
+            for number in range(count):
+                while (following := number + len(opened)) < count and (not opened or self._has_room(stream, opened)):
+                    opened.append(stream.open(following, Priority.MOMENTS if opened else Priority.NOW, with_values=False))
+                row = [
+                    None if (g := grads[p.index]) is None else g[p.lo - starts[p.index] : p.hi - starts[p.index]]
+                    for p in unit.chunks[number].parts
+                ]
+                self.begun = True
+                changed = stream.update(opened[0], step, row)
+                opened.popleft().close(changed=changed)
+        finally:
+            for chunk in opened:
+                chunk.close(changed=False)
+
+    def finish_step(self) -> list[nn.Parameter]:
+        """The step that ran in backward is over; returns the parameters it updated."""
+        if self._step is None:
+            return []
+        self._step.finish()
+        updated, self._step, self._updated = self._updated, None, []
         return updated
 
     @contextmanager
@@ -142,13 +286,25 @@ class Update:
         whole = dict(optimizer.state)
         for param, state in whole.items():
             piece = self.pieces.get(param)  # type: ignore[arg-type]
-            if piece is None or piece.is_whole:
+            if piece is None:
+                continue
+            if piece.record.unit in self.streams:
+                self._put_on_shelves(self.streams[piece.record.unit], piece, state)
+                continue
+            if piece.is_whole:
                 continue
             if piece.lo == piece.hi:
                 del optimizer.state[param]
             else:
                 optimizer.state[param] = {name: piece.cut(value) for name, value in state.items()}
         self._ledger.set("optimizer", self._master_bytes + _state_bytes(optimizer))
+
+    def _put_on_shelves(self, stream: UnitStream, piece: Piece, state: dict[str, Any]) -> None:
+        for name in stream.large_names(piece.record.param):
+            if name in state:
+                value = piece.cut(state.pop(name))
+                flat = flat_view(value, self._stride(piece) if piece.is_whole else (1,))
+                stream.write_state(piece.record.param, name, flat, piece.lo)
 
     def _stride(self, piece: Piece) -> tuple[int, ...]:
         if piece.target.dim() == 1 and not piece.is_whole:
@@ -163,12 +319,6 @@ class Update:
             return None
         flat = flat.to(piece.target.dtype)
         return flat.as_strided(piece.target.shape, self._stride(piece)) if piece.target.dim() != 1 else flat
-
-    def _widen(self, optimizer: Optimizer, piece: Piece) -> None:
-        self._cast(optimizer, piece, piece.target.dtype)
-
-    def _narrow(self, optimizer: Optimizer, piece: Piece) -> None:
-        self._cast(optimizer, piece, piece.record.unit.dtypes[piece.record.index].moments)
 
     def _cast(self, optimizer: Optimizer, piece: Piece, dtype: torch.dtype) -> None:
         dtypes = piece.record.unit.dtypes[piece.record.index]

@@ -16,6 +16,9 @@ from lowtide.config import Partition
 
 CUT_NUMEL = 64
 
+ALIGNMENT = 4096
+"""Bytes at multiples of this, in memory and in a file, go to the disk without a copy."""
+
 
 @dataclass(frozen=True)
 class ParamShape:
@@ -63,9 +66,9 @@ class UnitLayout:
         return min(max(lo, 0), param.numel), min(max(hi, 0), param.numel)
 
 
-def lay_out(params: Sequence[ParamShape], partition: Partition, ranks: int) -> UnitLayout:
-    """Place ``params`` one after another and cut the result between ``ranks``."""
-    granule = CUT_NUMEL * max((p.itemsize for p in params), default=1)
+def lay_out(params: Sequence[ParamShape], partition: Partition, ranks: int, *, align: int = 1) -> UnitLayout:
+    """Place ``params`` one after another and cut the result between ``ranks``; both at multiples of ``align`` bytes."""
+    granule = math.lcm(CUT_NUMEL * max((p.itemsize for p in params), default=1), align)
     offsets: list[int] = []
     end = 0
     for param in params:

@@ -13,15 +13,19 @@ Packing views as recipes (runtime/saved.py) is what lets memory go; this count i
 from __future__ import annotations
 
 import mmap
+import threading
+import time
 
 import torch
 from torch import Tensor
 
+from lowtide.errors import Error
 from lowtide.torch_internals import storage_use_count
 
 _HUGE_PAGE = 2 << 20
 # A free block may serve a request that is this much smaller, so that units of similar size share blocks.
 _SLACK = 1.5
+_SLICE = 0.02  # seconds between two looks at whether there is room
 
 
 class Block:
@@ -59,41 +63,65 @@ def _reserve(nbytes: int, device: torch.device, *, forked: bool) -> Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
 
+class ArenaFull(Error, MemoryError):
+    """An arena with a capacity has no room now. Its user makes room, waits for some, or tells the caller what does not fit."""
+
+
 class Arena:
-    """Blocks of one device. Only the thread that runs the step calls it.
+    """Blocks of one device, at most ``capacity`` bytes of them. Blocks may be given back by any thread.
 
     ``forked``: whether processes forked from this one (loader workers) see the memory. What is only there for a moment should
     not be theirs: every page written meanwhile would be copied.
     """
 
-    def __init__(self, device: torch.device, *, forked: bool) -> None:
+    def __init__(self, device: torch.device, *, forked: bool, capacity: int | None = None) -> None:
         self.device = device
         self.forked = forked
+        self.capacity = capacity
         self.taken_bytes = 0
         self.reserved_bytes = 0
         self.poison = False
         """Fill what is given back with NaN, so that a use of released memory shows. For tests."""
         self._free: list[Block] = []
         self._limbo: list[Block] = []
+        self._changed = threading.Condition(threading.RLock())
 
     def take(self, nbytes: int) -> Block:
         """A block of at least ``nbytes``; its content is undefined."""
-        self._sweep()
-        fitting = [b for b in self._free if nbytes <= b.nbytes <= nbytes * _SLACK]
-        if fitting:
-            block = min(fitting, key=lambda b: b.nbytes)
-            self._free.remove(block)
-        else:
-            block = Block(nbytes, self)
-            self.reserved_bytes += block.nbytes
-        self.taken_bytes += block.nbytes
-        return block
+        with self._changed:
+            self._sweep()
+            block = self._fitting(nbytes, _SLACK)
+            if block is None and not self._has_room(nbytes):
+                block = self._fitting(nbytes, None)  # rather a block far too large than none
+                if block is None:
+                    self._make_room(nbytes)
+            if block is None:
+                block = Block(nbytes, self)
+                self.reserved_bytes += block.nbytes
+            else:
+                self._free.remove(block)
+            self.taken_bytes += block.nbytes
+            return block
+
+    def take_or_wait(self, nbytes: int, seconds: float) -> Block:
+        """The same, waiting for others to give blocks back if there is no room."""
+        end = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                try:
+                    return self.take(nbytes)
+                except ArenaFull:
+                    if time.monotonic() > end:
+                        raise
+                    self._changed.wait(_SLICE)  # a view may be let go without anybody telling
 
     def give(self, block: Block) -> None:
         """Take ``block`` back. Views that are still held keep it out of use, see the note above."""
-        self.taken_bytes -= block.nbytes
-        self._limbo.append(block)
-        self._sweep()
+        with self._changed:
+            self.taken_bytes -= block.nbytes
+            self._limbo.append(block)
+            self._sweep()
+            self._changed.notify_all()
 
     @property
     def limbo_bytes(self) -> int:
@@ -102,9 +130,24 @@ class Arena:
 
     def trim(self) -> None:
         """Return every unused block to the operating system."""
-        self._sweep()
-        self.reserved_bytes -= sum(b.nbytes for b in self._free)
-        self._free.clear()
+        with self._changed:
+            self._sweep()
+            self.reserved_bytes -= sum(b.nbytes for b in self._free)
+            self._free.clear()
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self.capacity is None or self.reserved_bytes + nbytes <= self.capacity
+
+    def _fitting(self, nbytes: int, slack: float | None) -> Block | None:
+        fitting = [b for b in self._free if nbytes <= b.nbytes and (slack is None or b.nbytes <= nbytes * slack)]
+        return min(fitting, key=lambda b: b.nbytes, default=None)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Return unused blocks, which are all too small, until a new one fits."""
+        while self._free and not self._has_room(nbytes):
+            self.reserved_bytes -= self._free.pop().nbytes
+        if not self._has_room(nbytes):
+            raise ArenaFull(f"{nbytes} bytes asked of an arena of {self.capacity}, {self.reserved_bytes} in use")
 
     def _sweep(self) -> None:
         held: list[Block] = []

@@ -1,0 +1,95 @@
+"""Updates inside backward: each unit as soon as its gradients are reduced, so that no gradient outlives its unit.
+
+[Note: the graph may still need a unit] A gradient is complete when every use of its parameter has been walked, but autograd may
+keep a view of the parameter for something else (``x * w.detach()``). Writing under it would make backward silently wrong.
+So a unit of which the graph keeps recipes or views is updated at the end of backward, when the graph is gone. If the graph is
+still there then (``retain_graph=True``), nothing can be updated, and that is an error.
+"""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from lowtide.errors import Refused
+from lowtide.runtime.grads import Grads
+from lowtide.runtime.residency import Residency
+from lowtide.runtime.saved import SavedViews
+from lowtide.runtime.unit import Unit
+from lowtide.runtime.update import Update
+from lowtide.torch_internals import mark_changed
+
+
+class BackwardUpdate:
+    """The part of a step that ``Update("backward")`` moves from ``optimizer.step()`` into backward."""
+
+    def __init__(self, grads: Grads, residency: Residency, update: Update, saved: SavedViews) -> None:
+        self._grads, self._residency, self._update, self._saved = grads, residency, update, saved
+        self.optimizer: Optimizer | None = None
+        self.bad_unit: Unit | None = None
+        """A unit whose gradients were not finite: this step changes nothing."""
+        self._done: set[Unit] = set()
+
+    def refuse_second_pass(self) -> None:
+        """A backward pass begins: there must be no finished one waiting for ``optimizer.step()``."""
+        if self._done or self.bad_unit is not None:
+            raise Refused(
+                "update='backward' updates parameters in loss.backward(): one backward per step. Call optimizer.step() after each, "
+                "or use update='step' to accumulate gradients."
+            )
+
+    def expect(self, unit: Unit) -> None:
+        """Backward has reached ``unit``."""
+        if self.optimizer is not None:
+            self._update.expect(unit)
+
+    def go_on(self) -> None:
+        """Update every unit whose gradients are reduced and which the graph does not need any more."""
+        for unit in list(self._grads.reduced):
+            if not self._needed_by_graph(unit):
+                self._run(unit)
+        self._update.read_ahead()
+
+    def finish(self) -> None:
+        """The backward pass is over: update what is left."""
+        for unit in list(self._grads.reduced):
+            if self._saved.live_recipes(unit):
+                raise Refused(
+                    f"the graph still needs unit {unit.name!r} after its backward (retain_graph=True?): update='backward' cannot "
+                    f"change its parameters. Use update='step'."
+                )
+            self._run(unit)
+        self._update.forget_expected()
+
+    def end_step(self) -> tuple[bool, Unit | None]:
+        """``optimizer.step()`` was called: whether anything was updated, and the unit that stopped it if a gradient was bad."""
+        bad, self.bad_unit = self.bad_unit, None
+        self._done.clear()
+        self._update.finish_step()
+        return bad is None, bad
+
+    def abandon(self) -> None:
+        """A backward pass failed."""
+        self._grads.reduced.clear()
+        self._update.forget_expected()
+
+    def _needed_by_graph(self, unit: Unit) -> bool:
+        return self._saved.live_recipes(unit) > 0 or self._residency.held_by_others(unit)
+
+    def _run(self, unit: Unit) -> None:
+        grads = self._grads.reduced.pop(unit)
+        if not self._grads.finite.pop(unit, True) and self.bad_unit is None:
+            self.bad_unit = unit
+            if self._done:
+                raise Refused(
+                    f"the gradient of unit {unit.name!r} is not finite, and other units have been updated already: with "
+                    f"update='backward' a step cannot be taken back. Use update='step', which skips such steps."
+                )
+        if self.bad_unit is not None or self.optimizer is None or all(g is None for g in grads):
+            return
+        self._done.add(unit)
+        with self._residency.holding(unit):
+            if self._residency.on_disk(unit):
+                self._residency.whole(unit)
+            self._update.run_unit(self.optimizer, unit, grads)
+        unit.version += 1
+        mark_changed(unit.params)

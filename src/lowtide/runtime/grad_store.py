@@ -1,0 +1,138 @@
+"""Where reduced gradients are kept until they are used: in memory, on a shelf (which may be on disk), or only for a moment.
+
+[Note: changes to a gradient on disk are noted, not made] Clipping, scaling and zeroing are elementwise. Done on the disk they
+would cost a read and a write of every gradient; instead the operation is noted and applied whenever the bytes come to
+memory. The bits are the same, because each element goes through the same operations in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.runtime.unit import Unit
+from lowtide.spec.chunks import Part, pack
+from lowtide.tiers.arena import Arena
+from lowtide.tiers.shelf import Lease, Shelf
+from lowtide.tiers.store import Key, Priority, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements ``lo:hi`` of the reduced gradient of parameter ``index``, 1-D. ``values`` may be overwritten after use."""
+
+    index: int
+    lo: int
+    hi: int
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An elementwise in-place operation. ``keeps_finite``: it cannot turn a finite number into one that is not."""
+
+    apply: Callable[[Tensor], Any]
+    keeps_finite: bool
+
+
+class ShelvedGrads:
+    """The gradients of one unit on a shelf."""
+
+    def __init__(self, unit: Unit, *, memory: Arena, buffers: Arena, store: Store | None) -> None:
+        self._unit, self._buffers = unit, buffers
+        self._dtypes = [d.gradient for d in unit.dtypes]
+        self._packing = pack(unit.chunks, [d.itemsize for d in self._dtypes])
+        self.shelf = Shelf(Key(unit.name, "gradients"), self._packing.cuts, memory=memory, store=store)
+        self._noted: dict[int, list[Change]] = {}
+        self._finite: dict[int, bool] = {}
+
+    def keep(self, segments: Sequence[Segment], add: Sequence[bool]) -> None:
+        """Store reduced gradients; ``add[i]``: to what is stored already for parameter ``i``."""
+        by_index = {s.index: s for s in segments}
+        for index in by_index:
+            self._finite[index] = True
+        for number, chunk in enumerate(self._unit.chunks):
+            if not any(part.index in by_index for part in chunk.parts):
+                continue
+            # What is added to, and what other parameters have in this chunk, must be there first.
+            needed = any(add[part.index] for part in chunk.parts)
+            lease = self.shelf.open(number, self._buffers, Priority.NOW, fresh=not (needed and self.shelf.has(number)))
+            for part, view in self._views(number, lease.wait()):
+                if part.index in by_index:
+                    self._put(part, view, by_index[part.index], add=add[part.index])
+            lease.close(changed=True)
+        for index in by_index:
+            self._noted.pop(index, None)
+
+    def _put(self, part: Part, view: Tensor, segment: Segment, *, add: bool) -> None:
+        source = segment.values[part.lo - segment.lo : part.hi - segment.lo]
+        if add:
+            self._make_changes(part.index, view)
+            view.add_(source)
+        else:
+            view.copy_(source)
+        self._finite[part.index] &= all_finite(view)
+
+    def change(self, index: int, change: Change) -> None:
+        """Change the gradient of parameter ``index``, or note it until its bytes come to memory."""
+        if not self.shelf.in_memory:
+            self._noted.setdefault(index, []).append(change)
+            return
+        for number, chunk in enumerate(self._unit.chunks):
+            if any(part.index == index for part in chunk.parts):
+                lease = self.shelf.open(number, self._buffers, Priority.NOW)
+                for part, view in self._views(number, lease.wait()):
+                    if part.index == index:
+                        change.apply(view)
+                lease.close(changed=True)
+        self._finite[index] = self._finite.get(index, True) and change.keeps_finite
+
+    def surely_finite(self, index: int) -> bool:
+        """Whether the gradient is known to be finite without looking at it."""
+        return self._finite.get(index, False) and all(c.keeps_finite for c in self._noted.get(index, ()))
+
+    def open(self, number: int, priority: Priority) -> Lease:
+        """A lease on the gradients of chunk ``number``; give its bytes to ``ready``."""
+        return self.shelf.open(number, self._buffers, priority)
+
+    def ready(self, number: int, tensor: Tensor) -> list[Tensor]:
+        """The gradients of the chunk's parts, with noted changes made, from the bytes of a lease that will not be kept."""
+        out: list[Tensor] = []
+        for part, view in self._views(number, tensor):
+            self._make_changes(part.index, view)
+            out.append(view)
+        return out
+
+    def parts(self, wanted: Callable[[int], bool]) -> Iterator[tuple[Part, Tensor]]:
+        """Every stored part of the wanted parameters, one after another; each is valid until the next."""
+        chosen = [n for n, c in enumerate(self._unit.chunks) if any(wanted(p.index) for p in c.parts) and self.shelf.has(n)]
+        open_leases: list[Lease] = []
+        try:
+            for at, number in enumerate(chosen):
+                for following in chosen[at + len(open_leases) : at + 2]:
+                    open_leases.append(self.open(following, Priority.NOW if following == number else Priority.NEXT))
+                views = self.ready(number, open_leases[0].wait())
+                yield from ((p, v) for p, v in zip(self._unit.chunks[number].parts, views, strict=True) if wanted(p.index))
+                del views
+                open_leases.pop(0).close(changed=False)
+        finally:
+            for lease in open_leases:
+                lease.close(changed=False)
+
+    def _views(self, number: int, tensor: Tensor) -> Iterator[tuple[Part, Tensor]]:
+        for part, offset in zip(self._unit.chunks[number].parts, self._packing.offsets[number], strict=True):
+            dtype = self._dtypes[part.index]
+            yield part, tensor[offset : offset + part.numel * dtype.itemsize].view(dtype)
+
+    def _make_changes(self, index: int, view: Tensor) -> None:
+        for change in self._noted.get(index, ()):
+            change.apply(view)
+
+
+def all_finite(values: Tensor) -> bool:
+    """A sum is one pass without a temporary; only if it is not finite is each element looked at."""
+    return not values.is_floating_point() or bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())

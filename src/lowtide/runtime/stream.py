@@ -1,0 +1,256 @@
+"""One unit whose bytes are not all in memory, and its update: read a chunk, run the optimizer on it, write it back.
+
+Masters and every large state of the optimizer are on shelves of their own; what is small (a step counter) stays in
+``optimizer.state``, where the caller sees it. Which states are large is found by a trial step (runtime/probe.py), so that
+their room is taken before training begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowtide.errors import Refused
+from lowtide.runtime.chunked_step import ChunkedStep, Entry
+from lowtide.runtime.grad_store import ShelvedGrads
+from lowtide.runtime.probe import LargeState, large_states
+from lowtide.runtime.residency import Residency
+from lowtide.runtime.unit import Unit, flat_view, is_whole
+from lowtide.spec.chunks import Packing, Part, pack
+from lowtide.tiers.arena import Arena
+from lowtide.tiers.shelf import Lease, Shelf
+from lowtide.tiers.store import Key, Priority, Store
+
+MASTERS = "masters"
+
+
+class _Kind:
+    """One kind of bytes of a unit on its shelf: how its parts lie there."""
+
+    def __init__(self, unit: Unit, kind: str, dtypes: Sequence[torch.dtype], *, memory: Arena, store: Store | None) -> None:
+        self._unit, self.dtypes = unit, dtypes
+        self._packing: Packing = pack(unit.chunks, [d.itemsize for d in dtypes])
+        self.shelf = Shelf(Key(unit.name, kind), self._packing.cuts, memory=memory, store=store)
+
+    def views(self, number: int, tensor: Tensor) -> Iterator[Tensor]:
+        """The parts of a chunk, from the bytes of a lease."""
+        for part, offset in zip(self._unit.chunks[number].parts, self._packing.offsets[number], strict=True):
+            dtype = self.dtypes[part.index]
+            yield tensor[offset : offset + part.numel * dtype.itemsize].view(dtype)
+
+
+class OpenChunk:
+    """A chunk on its way into memory, or there."""
+
+    def __init__(self, number: int, leases: dict[str, Lease], values: Lease | None, grads: Lease | None) -> None:
+        self.number = number
+        self.leases = leases  # of masters and states, by kind
+        self.values, self.grads = values, grads  # of the parameters and their gradients; None if they are elsewhere
+
+    def close(self, *, changed: bool) -> None:
+        for lease in self.leases.values():
+            lease.close(changed=changed)
+        if self.values is not None:
+            self.values.close(changed=changed)
+        if self.grads is not None:
+            self.grads.close(changed=False)
+
+
+class UnitStream:
+    """Masters and states of one unit, by chunks."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        residency: Residency,
+        shelved: ShelvedGrads | None,
+        *,
+        memory: Arena,
+        buffers: Arena,
+        store: Store | None,
+    ) -> None:
+        self.unit = unit
+        self.shelved = shelved
+        self._residency, self._memory, self._buffers, self._store = residency, memory, buffers, store
+        self._kinds: dict[str, _Kind] = {}
+        self._large: dict[int, tuple[LargeState, ...]] = {}  # by index of the parameter
+        if any(d.master is not d.param for d in unit.dtypes):
+            self._add_kind(MASTERS, [d.master for d in unit.dtypes])
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def _add_kind(self, name: str, dtypes: Sequence[torch.dtype]) -> None:
+        self._kinds[name] = _Kind(self.unit, name, dtypes, memory=self._memory, store=self._store)
+
+    def reserve(self, optimizer: Optimizer) -> None:
+        """Take room for the states that ``optimizer`` will have."""
+        found: dict[str, dict[int, torch.dtype]] = {}
+        known: dict[tuple[int, torch.dtype], tuple[LargeState, ...]] = {}
+        for at, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                index = self.unit.index_of.get(param)
+                if index is None or not param.is_floating_point():
+                    continue
+                dtypes = self.unit.dtypes[index]
+                if (at, dtypes.master) not in known:
+                    known[at, dtypes.master] = large_states(optimizer, group, dtypes.master)
+                self._large[index] = known[at, dtypes.master]
+                for state in self._large[index]:
+                    kept = dtypes.moments if state.dtype is dtypes.master else state.dtype
+                    found.setdefault(state.name, {})[index] = kept
+        for name, by_index in found.items():
+            if f"optimizer.{name}" not in self._kinds:
+                some = next(iter(by_index.values()))
+                self._add_kind(f"optimizer.{name}", [by_index.get(i, some) for i in range(len(self.unit.params))])
+
+    def write_masters(self, values: Sequence[Tensor | None]) -> None:
+        """Keep this rank's part of ``values``, whole flat parameters (``None``: leave), as masters before they are rounded."""
+        for number in range(len(self.unit.chunks)) if MASTERS in self._kinds else ():
+            lease = self._kinds[MASTERS].shelf.open(
+                number, self._buffers, Priority.NOW, fresh=all(v is not None for v in values)
+            )
+            views = self._kinds[MASTERS].views(number, lease.wait())
+            for part, view in zip(self.unit.chunks[number].parts, views, strict=True):
+                value = values[part.index]
+                if value is not None:
+                    view.copy_(value[part.lo : part.hi])
+            lease.close(changed=True)
+
+    def refresh_masters(self) -> None:
+        """Parameters were written from outside: masters follow where they no longer round to what is there."""
+        for number in range(len(self.unit.chunks)) if MASTERS in self._kinds else ():
+            opened = self.open(number, Priority.NOW, with_values=True, only=MASTERS)
+            for part, low, master in self._low_and_master(opened):
+                del part
+                master.copy_(torch.where(master.to(low.dtype) == low, master, low.to(master.dtype)))
+            opened.close(changed=True)
+
+    def _low_and_master(self, opened: OpenChunk) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        masters = self._kinds[MASTERS].views(opened.number, opened.leases[MASTERS].wait())
+        for part, low, master in zip(self.unit.chunks[opened.number].parts, self._values(opened), masters, strict=True):
+            if low.dtype is not master.dtype:
+                yield part, low, master
+
+    # -- the update ---------------------------------------------------------------------------------------------------
+
+    @property
+    def largest_chunk_bytes(self) -> int:
+        """The most memory that one open chunk takes."""
+        shelves = [k.shelf for k in self._kinds.values()] + ([self.shelved.shelf] if self.shelved else [])
+        loans = [s.cuts for s in shelves if not s.in_memory] + (
+            [self.unit.chunk_cuts] if self._residency.on_disk(self.unit) else []
+        )
+        return max((sum(c[i + 1] - c[i] for c in loans) for i in range(len(self.unit.chunks))), default=0)
+
+    def open(self, number: int, priority: Priority, *, with_values: bool, only: str | None = None) -> OpenChunk:
+        """Start bringing a chunk. ``with_values``: its parameters and gradients too; else both are in memory elsewhere."""
+        leases: dict[str, Lease] = {}
+        for name, kind in self._kinds.items():
+            if only is None or name == only:
+                fresh = not kind.shelf.has(number)
+                leases[name] = kind.shelf.open(number, self._buffers, priority, fresh=fresh)
+        values = self._residency.open_chunk(self.unit, number, self._buffers, priority) if with_values else None
+        grads = None
+        if with_values and only is None and self.shelved is not None and self.shelved.shelf.has(number):
+            grads = self.shelved.open(number, priority)
+        return OpenChunk(number, leases, values, grads)
+
+    def update(self, opened: OpenChunk, step: ChunkedStep, grads: Sequence[Tensor | None]) -> bool:
+        """Run the optimizer on an open chunk; ``grads``: the gradient of each part, flat, or None. Whether anything changed."""
+        number = opened.number
+        parts = self.unit.chunks[number].parts
+        chosen = [
+            at
+            for at, (part, grad) in enumerate(zip(parts, grads, strict=True))
+            if grad is not None and step.owns(self.unit.params[part.index])
+        ]
+        if not chosen:
+            return False
+        values = list(self._values(opened))
+        views = {n: list(k.views(number, opened.leases[n].wait())) for n, k in self._kinds.items()}
+        entries: list[Entry] = []
+        for at in chosen:
+            part, grad = parts[at], grads[at]
+            flat = views[MASTERS][at] if MASTERS in views else values[at]
+            target = nn.Parameter(self._shaped(part, flat), requires_grad=flat.is_floating_point())
+            target.grad = self._shaped(part, grad.to(flat.dtype)) if grad is not None else None
+            state = self._state_of(part, step, {n: v[at] for n, v in views.items()}, target.dtype)
+            entries.append(Entry(self.unit.params[part.index], target, state))
+        step.run(entries)
+        for at, entry in zip(chosen, entries, strict=True):
+            self._put_back(parts[at], step, entry, {n: v[at] for n, v in views.items()})
+            if MASTERS in views and values[at].dtype is not views[MASTERS][at].dtype:
+                values[at].copy_(views[MASTERS][at])
+        return True
+
+    def _values(self, opened: OpenChunk) -> Iterator[Tensor]:
+        if opened.values is None:
+            opened.values = self._residency.open_chunk(self.unit, opened.number, self._buffers, Priority.NOW)
+        tensor = opened.values.wait()
+        for part in self.unit.chunks[opened.number].parts:
+            dtype = self.unit.dtypes[part.index].param
+            yield tensor[part.at : part.at + part.numel * dtype.itemsize].view(dtype)
+
+    def _shaped(self, part: Part, flat: Tensor) -> Tensor:
+        param = self.unit.layout.params[part.index]
+        return flat.as_strided(param.shape, param.stride) if is_whole((part.lo, part.hi), param) else flat
+
+    def _state_of(self, part: Part, step: ChunkedStep, views: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+        """The optimizer's state of one part; empty before the parameter's first step, when the optimizer makes it."""
+        small = step.small_state(self.unit.params[part.index])
+        if small is None:
+            return {}
+        for large in self._large.get(part.index, ()):
+            view = self._shaped(part, views[f"optimizer.{large.name}"])
+            small[large.name] = view if view.dtype is large.dtype else view.to(dtype)
+        return small
+
+    def _put_back(self, part: Part, step: ChunkedStep, entry: Entry, views: dict[str, Tensor]) -> None:
+        small = dict(entry.state)
+        for large in self._large.get(part.index, ()):
+            value = small.pop(large.name, None)
+            view = views[f"optimizer.{large.name}"]
+            if value is not None and value.data_ptr() != view.data_ptr():
+                view.copy_(self._flat(part, value))
+        late = [n for n, v in small.items() if isinstance(v, Tensor) and v.numel() > 1 and v.shape == entry.target.shape]
+        if late:
+            raise Refused(
+                f"the optimizer made a state {late[0]!r} that it did not have in a trial step; there is no room for it on disk. "
+                f"Set the optimizer's options before lowtide.shard."
+            )
+        step.keep_small_state(entry.param, small)
+
+    def _flat(self, part: Part, value: Tensor) -> Tensor:
+        param = self.unit.layout.params[part.index]
+        return flat_view(value, param.stride if is_whole((part.lo, part.hi), param) else (1,))
+
+    # -- state_dicts --------------------------------------------------------------------------------------------------
+
+    def large_names(self, param: nn.Parameter) -> tuple[str, ...]:
+        return tuple(large.name for large in self._large.get(self.unit.index_of[param], ()))
+
+    def read_state(self, param: nn.Parameter, name: str, lo: int, hi: int) -> Tensor:
+        """Elements ``lo:hi`` of a large state, flat: this rank's part."""
+        kind = self._kinds[f"optimizer.{name}"]
+        out = torch.empty(hi - lo, dtype=kind.dtypes[self.unit.index_of[param]])
+        for part, view in self._parts_of(param, kind, changed=False):
+            out[part.lo - lo : part.hi - lo].copy_(view)
+        return out
+
+    def write_state(self, param: nn.Parameter, name: str, value: Tensor, lo: int) -> None:
+        """Keep ``value``, flat, which begins at element ``lo``, as this rank's part of a large state."""
+        for part, view in self._parts_of(param, self._kinds[f"optimizer.{name}"], changed=True):
+            view.copy_(value[part.lo - lo : part.hi - lo])
+
+    def _parts_of(self, param: nn.Parameter, kind: _Kind, *, changed: bool) -> Iterator[tuple[Part, Tensor]]:
+        index, shelf = self.unit.index_of[param], kind.shelf
+        for number, chunk in enumerate(self.unit.chunks):
+            if any(part.index == index for part in chunk.parts):
+                lease = shelf.open(number, self._buffers, Priority.NOW, fresh=not shelf.has(number))
+                views = kind.views(number, lease.wait())
+                yield from ((p, v) for p, v in zip(chunk.parts, views, strict=True) if p.index == index)
+                lease.close(changed=changed)

@@ -1,0 +1,386 @@
+"""Bytes on disk: an extent table over spool files, with a checksum for every block.
+
+Where a block lies and what its bytes hash to is known only here, in memory. A disk that loses, swaps, keeps back or flips bytes
+therefore cannot hand over anything but what was written last: the hash would differ. A bad read is tried once more (the second
+one may come from another mirror, or past a loose cable), then it is an error.
+
+Memory and lengths at multiples of ``ALIGNMENT`` go to the file as they are; the rest passes through a small aligned buffer
+that each thread keeps.
+
+[Note: free from a finalizer] An extent may be freed by a garbage collection, which can run in the middle of any method here,
+in the same thread. ``free`` therefore only notes the extent, and looks after it if the table is not in use; else that is done by
+whoever enters the table next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import logging
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from torch import Tensor
+
+from lowtide.errors import ArgumentError, DiskCorrupted, DiskError, DiskFull, InternalError, Refused
+from lowtide.tiers.queue import IOQueue
+from lowtide.tiers.requests import check_request, new_extent
+from lowtide.tiers.spool import Folder, Spool
+from lowtide.tiers.store import ALIGNMENT, Extent, IOTicket, Key, Priority, Traffic
+
+__all__ = ["DiskStore", "Folder"]
+
+Bytes = npt.NDArray[np.uint8]
+Call = Callable[[int, Bytes, int], int]
+
+_log = logging.getLogger(__name__)
+
+_PIECE = 8 << 20  # bytes per system call
+_BOUNCE = 1 << 20  # bytes of aligned memory per thread, taken when first needed
+_PROBE = 4 << 20  # bytes written to each of several folders to see how fast it is
+_INTERRUPTED_TRIES = 1000  # calls in a row that ask to be made again before it is an error
+_STUCK_TRIES = 10  # calls in a row that do not get past a sector before it is an error
+_ENDS_EARLY = errno.ENODATA
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """Where a block lies and what it holds. Only the request that is at it changes it; the queue runs one at a time."""
+
+    spool: Spool
+    offset: int
+    nbytes: int
+    room: int
+    generation: int = 0
+    digest: int | None = None
+    lost: DiskError | None = None
+    asked: bool = False
+    """Whether a write was ever asked for."""
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    extent: Extent
+    blocks: list[_Block]
+    pending: int = 0
+    freed: bool = False
+
+
+@dataclass(slots=True)
+class _Share:
+    """How much of all bytes a spool should get, and how much it has got."""
+
+    spool: Spool
+    speed: float
+    dealt_bytes: int = field(default=0)
+
+    def load_with(self, nbytes: int) -> float:
+        return (self.dealt_bytes + nbytes) / self.speed
+
+
+class DiskStore:
+    """See ``Store``. The folders' limits hold for this rank alone; ``threads`` is how many requests run at a time.
+
+    A failed write loses the block: reads of it raise the same error until it is written again. If nobody waited for that
+    write, the next read, write or drain of anything raises it.
+    """
+
+    def __init__(self, folders: Sequence[Folder], *, rank: int, threads: int = 4, deadline: float = 300.0) -> None:
+        if not folders:
+            raise ArgumentError("the disk tier needs at least one folder")
+        self.rank = rank
+        self._traffic = Traffic()
+        self._queue = IOQueue(threads, traffic=self._traffic, deadline=deadline)
+        self._table_lock = threading.Lock()
+        self._records: dict[Extent, _Record] = {}
+        self._dropped: deque[Extent] = deque()
+        self._retiring = 0
+        self._bounce = threading.local()
+        self._spools: list[Spool] = []
+        self._finalizer = weakref.finalize(self, _close_spools, self._spools)
+        try:
+            for folder in folders:
+                self._spools.append(Spool(folder, rank=rank))
+            several = len(self._spools) > 1
+            self._shares = [_Share(spool, self._measure(spool) if several else 1.0) for spool in self._spools]
+        except BaseException:
+            self._finalizer()
+            raise
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._traffic
+
+    # ---- room ----
+
+    def reserve(self, key: Key, cuts: Sequence[int]) -> Extent:
+        self._check_usable(str(key))
+        extent = new_extent(key, cuts)
+        sizes = [extent.block_bytes(i) for i in range(len(cuts) - 1)]
+        try:
+            blocks = self._place(key, sizes)
+        except DiskFull:
+            with self._table():
+                if not self._retiring:
+                    raise
+            self._queue.settle()  # room that was given back is not back before its last requests are done
+            blocks = self._place(key, sizes)
+        with self._table():
+            self._records[extent] = _Record(extent, blocks)
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        if self._queue.foreign:
+            return  # a forked process drops its copy; the room belongs to the parent
+        self._dropped.append(extent)  # [Note: free from a finalizer]
+        if self._table_lock.acquire(blocking=False):
+            try:
+                self._sweep()
+            finally:
+                self._table_lock.release()
+
+    @contextlib.contextmanager
+    def _table(self) -> Generator[None, None, None]:
+        with self._table_lock:
+            self._sweep()
+            yield
+
+    def _sweep(self) -> None:
+        while self._dropped:
+            record = self._records.pop(self._dropped.popleft(), None)
+            if record is not None:
+                record.freed = True
+                self._retiring += 1
+                self._retire(record)
+
+    def _retire(self, record: _Record) -> None:
+        """Give the room back if it is freed and nothing is under way there. Under the lock."""
+        if record.freed and not record.pending:
+            self._retiring -= 1
+            self._give_back(record.blocks)
+
+    def _give_back(self, blocks: list[_Block]) -> None:
+        for block in blocks:
+            block.spool.give(block.offset, block.room)
+            next(share for share in self._shares if share.spool is block.spool).dealt_bytes -= block.room
+
+    def _place(self, key: Key, sizes: list[int]) -> list[_Block]:
+        """Room for each block, on the folder that is furthest behind its share and has room."""
+        blocks: list[_Block] = []
+        with self._table():
+            try:
+                for nbytes in sizes:
+                    room = -(-nbytes // ALIGNMENT) * ALIGNMENT
+                    share, offset = self._find_room(room)
+                    share.dealt_bytes += room
+                    blocks.append(_Block(share.spool, offset, nbytes, room))
+            except DiskFull as full:
+                self._give_back(blocks)
+                needed = sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes)
+                free = sum(spool.free_bytes() for spool in self._spools)
+                where = ", ".join(spool.folder.path for spool in self._spools)
+                raise DiskFull(full.problem, where, None, key.unit, key.kind, self.rank, needed, free) from full
+        return blocks
+
+    def _find_room(self, room: int) -> tuple[_Share, int]:
+        ranked = sorted(self._shares, key=lambda share: share.load_with(room))
+        for share in ranked[:-1]:
+            try:
+                return share, share.spool.take(room)
+            except DiskFull:
+                continue
+        return ranked[-1], ranked[-1].spool.take(room)
+
+    def _measure(self, spool: Spool) -> float:
+        """Bytes per second of a short write."""
+        nbytes = min(_PROBE, spool.free_bytes()) // ALIGNMENT * ALIGNMENT
+        if not nbytes:
+            return 1.0
+        memory = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+        offset = spool.take(nbytes)
+        try:
+            start = time.perf_counter()
+            for _ in range(2):
+                self._repeat(self._pwrite, spool, memory, offset)
+            return 2 * nbytes / max(time.perf_counter() - start, 1e-6)
+        except OSError as cause:
+            problem = f"the first write failed: {cause.strerror or cause}"
+            raise DiskError(problem, spool.folder.path, offset, rank=self.rank) from cause
+        finally:
+            spool.give(offset, nbytes)
+
+    # ---- requests ----
+
+    def read(self, extent: Extent, block: int, into: Tensor, priority: Priority) -> IOTicket:
+        return self._submit("read", extent, block, into, priority)
+
+    def write(self, extent: Extent, block: int, data: Tensor, priority: Priority) -> IOTicket:
+        return self._submit("write", extent, block, data, priority)
+
+    def drain(self) -> None:
+        self._queue.drain()
+
+    def close(self) -> None:
+        if self._queue.foreign:
+            return
+        self._queue.close()
+        with self._table():
+            self._records.clear()
+        self._finalizer()
+
+    def _check_usable(self, label: str) -> None:
+        self._queue.check_process()
+        if not self._finalizer.alive:
+            raise Refused(f"{label}: the store is closed")
+
+    def _submit(self, verb: str, extent: Extent, index: int, tensor: Tensor, priority: Priority) -> IOTicket:
+        label = f"{verb} of block {index} of {extent.key}"
+        self._check_usable(label)
+        check_request(extent, index, tensor)
+        memory: Bytes = tensor.detach().numpy()  # keeps the tensor's storage alive until the request is done
+        with self._table():
+            record = self._records.get(extent)
+            if record is None:
+                raise InternalError(f"{label}: the extent is freed or of another store")
+            block = record.blocks[index]
+            if verb == "write":
+                carry_out = self._write_block
+                block.asked = True
+            elif not block.asked:
+                raise InternalError(f"{label}: it was never written")
+            else:
+                carry_out = self._read_block
+            record.pending += 1
+        work = functools.partial(self._run, record, carry_out, block, memory)
+        try:
+            return self._queue.submit((extent, index), label, priority, work, remembered=verb == "write")
+        except BaseException:
+            self._leave(record)
+            raise
+
+    def _run(self, record: _Record, carry_out: Callable[[Key, _Block, Bytes], None], block: _Block, memory: Bytes) -> None:
+        try:
+            carry_out(record.extent.key, block, memory)
+        finally:
+            self._leave(record)
+
+    def _leave(self, record: _Record) -> None:
+        with self._table():
+            record.pending -= 1
+            self._retire(record)
+
+    def _write_block(self, key: Key, block: _Block, memory: Bytes) -> None:
+        block.digest = None
+        block.generation += 1
+        try:
+            digest = _digest(memory)
+            self._transfer(self._pwrite, block, memory)
+        except BaseException as cause:
+            reason = cause.strerror if isinstance(cause, OSError) else None
+            error = self._error(DiskError, f"a write failed: {reason or repr(cause)}", key, block)
+            block.lost = dataclasses.replace(error)  # a copy: the one that is raised will hold its callers' frames
+            raise error from cause
+        block.digest, block.lost = digest, None
+        with self._queue.lock:
+            self._traffic.written_bytes += block.nbytes
+
+    def _read_block(self, key: Key, block: _Block, memory: Bytes) -> None:
+        if block.lost is not None:
+            raise dataclasses.replace(block.lost)
+        error = self._try_read(key, block, memory)
+        if error is not None:
+            _log.warning("%s Reading once more.", error)
+            error = self._try_read(key, block, memory)
+        if error is not None:
+            raise error
+        with self._queue.lock:
+            self._traffic.read_bytes += block.nbytes
+
+    def _try_read(self, key: Key, block: _Block, memory: Bytes) -> DiskError | None:
+        try:
+            self._transfer(self._pread, block, memory)
+        except OSError as cause:
+            kind = DiskCorrupted if cause.errno == _ENDS_EARLY else DiskError
+            error = self._error(kind, f"a read failed: {cause.strerror or cause}", key, block)
+            error.__cause__ = cause
+            return error
+        if _digest(memory) != block.digest:
+            problem = f"the bytes of write {block.generation} of this block did not come back"
+            return self._error(DiskCorrupted, problem, key, block)
+        return None
+
+    def _error(self, kind: type[DiskError], problem: str, key: Key, block: _Block) -> DiskError:
+        return kind(problem, block.spool.folder.path, block.offset, key.unit, key.kind, self.rank)
+
+    # ---- bytes ----
+
+    def _transfer(self, call: Call, block: _Block, memory: Bytes) -> None:
+        """Move all bytes of a block: as they lie where the file allows it, the rest through the bounce buffer."""
+        spool, nbytes = block.spool, block.nbytes
+        whole = nbytes
+        if spool.direct:
+            whole = nbytes // ALIGNMENT * ALIGNMENT if memory.ctypes.data % ALIGNMENT == 0 else 0
+        for start in range(0, whole, _PIECE):
+            self._repeat(call, spool, memory[start : min(start + _PIECE, whole)], block.offset + start)
+        for start in range(whole, nbytes, _BOUNCE):
+            part = memory[start : start + _BOUNCE]
+            padded = self._buffer()[: -(-part.nbytes // ALIGNMENT) * ALIGNMENT]
+            if call == self._pwrite:
+                np.copyto(padded[: part.nbytes], part)
+                self._repeat(call, spool, padded, block.offset + start)
+            else:
+                self._repeat(call, spool, padded, block.offset + start)
+                np.copyto(part, padded[: part.nbytes])
+
+    def _repeat(self, call: Call, spool: Spool, memory: Bytes, offset: int) -> None:
+        """Call until everything is moved. A part that ends between two sectors is moved again from the last whole one."""
+        done = interrupted = stuck = 0
+        while done < memory.nbytes:
+            try:
+                moved = call(spool.fd, memory[done:], offset + done)
+            except (InterruptedError, BlockingIOError):
+                interrupted += 1
+                if interrupted == _INTERRUPTED_TRIES:
+                    raise
+                time.sleep(0.001)
+                continue
+            if spool.direct and done + moved < memory.nbytes:
+                moved -= moved % ALIGNMENT
+            interrupted, stuck = 0, 0 if moved else stuck + 1
+            if stuck == _STUCK_TRIES:
+                raise OSError(_ENDS_EARLY, f"the file ends at {offset + done} or inside the sector there")
+            done += moved
+
+    def _buffer(self) -> Bytes:
+        found: Bytes | None = getattr(self._bounce, "memory", None)
+        if found is None:
+            found = self._bounce.memory = np.frombuffer(mmap.mmap(-1, _BOUNCE), dtype=np.uint8)
+        return found
+
+    def _pread(self, fd: int, memory: Bytes, offset: int) -> int:
+        return os.preadv(fd, [memory.data], offset)
+
+    def _pwrite(self, fd: int, memory: Bytes, offset: int) -> int:
+        return os.pwritev(fd, [memory.data], offset)
+
+
+def _digest(memory: Bytes) -> int:
+    hasher = xxhash.xxh3_64()
+    hasher.update(memory.data)  # lets go of the interpreter lock while it hashes: compute goes on next to it
+    return hasher.intdigest()
+
+
+def _close_spools(spools: list[Spool]) -> None:
+    for spool in spools:
+        spool.close()

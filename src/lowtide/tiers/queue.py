@@ -1,0 +1,343 @@
+"""Requests to a store, carried out by a few threads, the most urgent first.
+
+[Note: order of requests] Requests with the same key (one block of one extent) run in the order in which they were made; only
+the first of them is ever in the heap. A request must not wait behind less urgent work: when an urgent one queues up
+after others of its key, these become as urgent as it is, and so does a request that somebody waits for.
+
+[Note: who keeps whom alive] The threads hold the line, never the queue or the store, so a store that is dropped is collected;
+its finalizer abandons the line. A request holds its store and its memory until it is done and not longer.
+
+A process that was forked from the one that made the queue has no threads and perhaps a lock that stays taken: every entry
+looks at the process id before it touches a lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+
+from lowtide.errors import DiskStalled, Error, Refused
+from lowtide.tiers.store import Priority, Traffic
+
+_log = logging.getLogger(__name__)
+
+_SLICE = 0.2  # seconds a caller sleeps at most before Ctrl-C and the deadline are looked at
+
+
+class Ticket:
+    """A request in the line. ``wait`` may return a moment before callbacks have run; ``IOQueue.drain`` waits for those too.
+
+    A callback must be short and must not wait: it runs in a thread that other requests need. What it raises is raised by
+    the next use of the queue.
+    """
+
+    __slots__ = ("_callbacks", "_event", "_line", "failure", "key", "label", "priority", "remembered", "sequence", "work")
+
+    def __init__(self, line: _Line, key: Hashable, label: str, priority: int, work: Callable[[], None]) -> None:
+        self._line = line
+        self._event = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        self.key = key
+        self.label = label
+        self.priority = priority
+        self.sequence = -1
+        self.work: Callable[[], None] | None = work
+        self.failure: BaseException | None = None
+        self.remembered = False
+
+    @property
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        if not self._event.is_set():
+            self._line.wait_for(self)
+        if self.failure is not None:
+            self._line.claim(self)
+            raise self.failure
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        self._line.check_process()
+        with self._line.lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until the request is done, or so long; whether it is."""
+        return self._event.wait(seconds)
+
+    def settle(self, failure: BaseException | None) -> list[Callable[[], None]]:
+        """Mark as done; under the line's lock. Gives the callbacks, to be run without it."""
+        self.failure = failure
+        callbacks, self._callbacks = self._callbacks, []
+        self._event.set()
+        return callbacks
+
+
+class _Line:
+    """What the threads and the callers share; see the notes above."""
+
+    def __init__(self, threads: int, traffic: Traffic, deadline: float) -> None:
+        self.pid = os.getpid()
+        # reentrant, because a garbage collection inside may run the finalizer that abandons this very line
+        self.lock = threading.RLock()
+        self.deadline = deadline
+        self.traffic = traffic
+        self.pending: dict[int, Ticket] = {}  # in the order of their sequence
+        self.workers: list[threading.Thread] = []
+        self._ready = threading.Condition(self.lock)
+        self._progress = threading.Condition(self.lock)
+        self._max_workers = threads
+        self._idle = 0
+        self._closed = False
+        self._heap: list[tuple[int, int, Ticket]] = []
+        self._chains: dict[Hashable, deque[Ticket]] = {}
+        self._sequence = itertools.count()
+        self._unclaimed: list[tuple[Ticket | None, BaseException]] = []
+
+    # ---- callers ----
+
+    def check_process(self) -> None:
+        if os.getpid() != self.pid:
+            raise Refused(
+                "a store was used in a process forked from the one that made it (a loader worker?); only that one may use it. "
+                "Keep the model out of loader workers, or start them with multiprocessing_context='spawn'."
+            )
+
+    def submit(self, ticket: Ticket) -> None:
+        self.check_process()
+        with self.lock:
+            self.raise_unclaimed()
+            if self._closed:
+                raise Refused(f"{ticket.label}: the store is closed")
+            ticket.sequence = next(self._sequence)
+            chain = self._chains.setdefault(ticket.key, deque())
+            for earlier in chain:
+                self._urge(earlier, ticket.priority)
+            chain.append(ticket)
+            self.pending[ticket.sequence] = ticket
+            if len(chain) == 1:
+                self._push(ticket)
+            else:
+                self._wake()
+
+    def wait_for(self, ticket: Ticket) -> None:
+        self.check_process()
+        with self.lock:
+            for earlier in self._chains.get(ticket.key, ()):
+                self._urge(earlier, Priority.NOW)
+                if earlier is ticket:
+                    break
+        start = time.monotonic()
+        try:
+            while not ticket.sleep(_SLICE):
+                if time.monotonic() - start > self.deadline:
+                    raise DiskStalled(ticket.label, self.deadline)
+        finally:
+            self._waited(start)
+
+    def drain(self) -> None:
+        """Wait until everything submitted so far is done, callbacks too. The deadline starts anew with each one done."""
+        self.check_process()
+        start = last = time.monotonic()
+        try:
+            with self.lock:
+                limit = next(self._sequence)
+                count = len(self.pending)
+                while self.pending and next(iter(self.pending)) < limit:
+                    self._progress.wait(_SLICE)
+                    if len(self.pending) != count:
+                        count, last = len(self.pending), time.monotonic()
+                    if time.monotonic() - last > self.deadline:
+                        raise DiskStalled(next(iter(self.pending.values())).label, self.deadline)
+        finally:
+            self._waited(start)
+
+    def raise_unclaimed(self) -> None:
+        """Raise the first failure that was remembered and that nobody has seen."""
+        with self.lock:
+            if self._unclaimed:
+                raise self._unclaimed.pop(0)[1]
+
+    def claim(self, ticket: Ticket) -> None:
+        self.check_process()
+        with self.lock:
+            self._unclaimed = [entry for entry in self._unclaimed if entry[0] is not ticket]
+
+    def _waited(self, start: float) -> None:
+        with self.lock:
+            self.traffic.wait_seconds += time.monotonic() - start
+
+    # ---- the heap; under the lock ----
+
+    def _push(self, ticket: Ticket) -> None:
+        heapq.heappush(self._heap, (ticket.priority, ticket.sequence, ticket))
+        self._wake()
+
+    def _urge(self, ticket: Ticket, priority: int) -> None:
+        """Make a request at least so urgent. Its old entry in the heap stays and is skipped later."""
+        if priority < ticket.priority:
+            ticket.priority = priority
+            if ticket.work is not None and self._chains[ticket.key][0] is ticket:
+                self._push(ticket)
+
+    def _wake(self) -> None:
+        if self._idle:
+            self._idle -= 1  # by the one who wakes it: until it has the lock it would still look idle to the next request
+            self._ready.notify()
+        elif len(self.workers) < self._max_workers and self._heap:
+            name = f"lowtide-io-{len(self.workers)}"
+            worker = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
+            worker.start()
+            self.workers.append(worker)
+
+    # ---- the threads ----
+
+    def take(self) -> tuple[Ticket, Callable[[], None]] | None:
+        """The most urgent request, with its work; sleeps until there is one. None: the line is closed."""
+        with self.lock:
+            while True:
+                while self._heap:
+                    priority, _, ticket = heapq.heappop(self._heap)
+                    work = ticket.work
+                    if work is not None and priority == ticket.priority:
+                        ticket.work = None  # started: from here on only the thread holds it
+                        return ticket, work
+                    del ticket, work
+                if self._closed:
+                    return None
+                self._idle += 1
+                self._ready.wait()
+
+    def finish(self, ticket: Ticket, failure: BaseException | None) -> None:
+        """Let waiters and the next request of the same key go on, then run the callbacks."""
+        with self.lock:
+            if failure is not None and ticket.remembered:
+                self._unclaimed.append((ticket, failure))
+            chain = self._chains.get(ticket.key)
+            if chain is not None:
+                chain.remove(ticket)
+                if not chain:
+                    del self._chains[ticket.key]
+                elif chain[0].work is not None:
+                    self._push(chain[0])
+            callbacks = ticket.settle(failure)
+        for callback in callbacks:
+            try:
+                callback()
+            except BaseException as error:  # the thread must live on; the next caller gets it
+                with self.lock:
+                    self._unclaimed.append((None, error))
+        with self.lock:
+            del self.pending[ticket.sequence]
+            self._progress.notify_all()
+
+    def abandon(self) -> None:
+        """The threads end when nothing is left to do. Changes nothing else: a garbage collection may call it anywhere."""
+        if os.getpid() == self.pid:
+            with self.lock:
+                self._closed = True
+                self._ready.notify_all()
+
+    def close(self) -> None:
+        """Requests that have not started fail; the threads end after the ones they are at. Idempotent, does not wait."""
+        with self.lock:
+            self._closed = True
+            waiting = [ticket for ticket in self.pending.values() if ticket.work is not None]
+            works = [ticket.work for ticket in waiting]  # let go outside the lock: they may be the last to hold the store
+            for ticket in waiting:
+                ticket.work = None
+            self._heap.clear()
+            self._ready.notify_all()
+        for ticket in waiting:
+            self.finish(ticket, Refused(f"{ticket.label}: the store was closed before it was done"))
+        works.clear()
+
+
+def _serve(line: _Line) -> None:
+    while (job := line.take()) is not None:
+        ticket, work = job
+        del job
+        failure: BaseException | None = None
+        try:
+            work()
+        except BaseException as error:  # whatever it is, it belongs to whoever waits
+            failure = error
+        del work  # before anybody learns that the request is done: it holds the caller's memory
+        if failure is not None:
+            _forget_frames(ticket.label, failure)
+        line.finish(ticket, failure)
+        del ticket, failure
+
+
+def _forget_frames(label: str, failure: BaseException) -> None:
+    """An error may be kept for long; its frames would keep the memory of the request. A bug's go to the log instead."""
+    if not isinstance(failure, Error):
+        _log.error("%s failed in a thread:\n%s", label, "".join(traceback.format_exception(failure)))
+    link: BaseException | None = failure
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+
+
+class IOQueue:
+    """A few threads that carry out requests by urgency, in order for each key. Threads start when they are needed.
+
+    ``traffic`` is where the seconds that callers waited are added; ``deadline`` is how long one request may take in seconds.
+    """
+
+    def __init__(self, threads: int = 4, *, traffic: Traffic | None = None, deadline: float = 300.0) -> None:
+        self._line = _Line(threads, Traffic() if traffic is None else traffic, deadline)
+        self._finalizer = weakref.finalize(self, _Line.abandon, self._line)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while the traffic is changed."""
+        return self._line.lock
+
+    def check_process(self) -> None:
+        """Raise in a process that was forked from the one that made this queue."""
+        self._line.check_process()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a process that was forked from the one that made this queue."""
+        return os.getpid() != self._line.pid
+
+    def submit(self, key: Hashable, label: str, priority: int, work: Callable[[], None], *, remembered: bool = False) -> Ticket:
+        """Queue ``work``. ``remembered``: if it fails and nobody waits for it, the next ``submit`` or ``drain`` raises."""
+        ticket = Ticket(self._line, key, label, priority, work)
+        ticket.remembered = remembered
+        self._line.submit(ticket)
+        return ticket
+
+    def settle(self) -> None:
+        """Wait for everything submitted so far, failed or not."""
+        self._line.drain()
+
+    def drain(self) -> None:
+        """Wait for everything submitted so far and its callbacks; raises what failed unseen."""
+        self._line.drain()
+        self._line.raise_unclaimed()
+
+    def close(self) -> None:
+        """Fail what has not started, wait for what has, end the threads. Does nothing in a forked process."""
+        if self.foreign:
+            return
+        self._line.close()
+        deadline = time.monotonic() + self._line.deadline
+        for worker in self._line.workers:
+            while worker.is_alive() and worker is not threading.current_thread():
+                worker.join(_SLICE)
+                if time.monotonic() > deadline:
+                    raise DiskStalled("closing the store", self._line.deadline)
