@@ -29,6 +29,7 @@ from lowtide.runtime.evicted import owner_of
 from lowtide.runtime.module import ShardedModule
 from lowtide.runtime.unit import contiguous_stride, dense_stride, flat_view
 from lowtide.spec.units import UnitSpec, find_units
+from lowtide.spec.weights import refuse_lost_buffers
 from lowtide.torch_internals import is_compiled_whole
 from lowtide.version import __version__
 
@@ -63,7 +64,7 @@ def shard(
     """
     if isinstance(model, ShardedModule):
         return _attach_later(model, optimizer)
-    _refuse_model(model)
+    _refuse_model(model, from_file=weights is not None)
     if optimizer is not None and not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"optimizer is a {type(optimizer).__name__}; lowtide.shard takes a torch.optim.Optimizer.")
     joined = Group.join(group, deadline=(comm or Comm()).deadline)
@@ -187,7 +188,7 @@ def _attach_later(model: M, optimizer: OptimizerOrNone) -> tuple[M, OptimizerOrN
     return model, optimizer
 
 
-def _refuse_model(model: nn.Module) -> None:
+def _refuse_model(model: nn.Module, *, from_file: bool) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"model is a {type(model).__name__}; lowtide.shard takes a torch.nn.Module.")
     params = dict(model.named_parameters())
@@ -199,8 +200,10 @@ def _refuse_model(model: nn.Module) -> None:
         way = "run one forward pass first" if "Uninitialized" in kind else "shard the model before other libraries convert it"
         raise Refused(f"parameter {odd[0]!r} is a {kind}, not a plain torch.nn.Parameter; {way}.")
     devices = {str(p.device) for p in params.values()}
-    if len(devices) > 1 or "meta" in devices:
-        way = "build it under `with lowtide.deferred():` instead" if "meta" in devices else "move it to one device first"
+    if from_file and devices == {"meta"}:
+        refuse_lost_buffers(model)
+    elif len(devices) > 1 or "meta" in devices:
+        way = "build it under `with lowtide.deferred():` instead, or give weights=" if "meta" in devices else "move it to one device first"
         raise Refused(f"the model's parameters are on {', '.join(sorted(devices))}; {way}.")
     _refuse_shared_memory(params)
     if is_compiled_whole(model):
@@ -211,7 +214,7 @@ def _refuse_model(model: nn.Module) -> None:
 
 def _refuse_shared_memory(params: dict[str, nn.Parameter]) -> None:
     """Two parameters in one memory would be two after sharding; one parameter under two names stays one."""
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in params.items() if p.numel())
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in params.items() if p.numel() and not p.is_meta)
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise Refused(

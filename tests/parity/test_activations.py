@@ -535,6 +535,16 @@ def test_recomputing_saves_the_input_only() -> None:
     assert not any(system.policy.saved.live_recipes(unit) for unit in engine.units)
 
 
+@pytest.mark.parametrize("policy", ["keep", *POLICIES])
+def test_a_graph_that_is_never_walked_leaves_nothing(policy: str) -> None:
+    model = Stack([nn.Sequential(Block(), nn.Tanh()) for _ in range(4)])  # tanh saves its own result
+    system: Any = under(policy, model, torch.optim.SGD(model.parameters()), stage=3)
+    loss = model(torch.randn(3, 24)).sum()
+    assert left_behind(system)
+    del loss
+    assert left_behind(system) == []
+
+
 def test_spilled_bytes_are_counted_alike() -> None:
     assert saved_bytes("spill")[0] == saved_bytes("keep")[0]
     counted, (system, _) = saved_bytes("recompute and spill")

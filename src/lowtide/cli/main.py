@@ -10,6 +10,7 @@ import typer
 
 import lowtide
 from lowtide.cli.demo import demo
+from lowtide.cli.doctor import doctor
 from lowtide.cli.output import say_wrong
 from lowtide.cli.train import train
 from lowtide.errors import ArgumentError, Error
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(demo)
+app.command()(doctor)
 
 
 def _print_version(*, wanted: bool) -> None:

@@ -14,7 +14,7 @@ from lowtide.cli.output import say_failure
 from lowtide.errors import ArgumentError
 from lowtide.job.failure import FOLDER_VARIABLE, describe
 from lowtide.job.launch import start_ranks
-from lowtide.job.options import Options, check_run_folder, parse_stage_word
+from lowtide.job.options import ACTIVATIONS, Options, check_run_folder, parse_stage_word
 from lowtide.job.presets import PRESETS
 
 _DEFAULTS = Options()
@@ -41,6 +41,24 @@ def train(
     ] = str(_DEFAULTS.stage),
     ranks: Annotated[int, typer.Option(help="Processes to start on this host.")] = _DEFAULTS.ranks,
     threads: Annotated[int | None, typer.Option(help="Threads per rank. Default: the cores, divided by the ranks.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What the job may use of this host's memory, all ranks together: 4GiB, 500MB."),
+    ] = None,
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR[:SIZE]", help="A folder for what does not fit, and how much of it. May be given repeatedly."),
+    ] = None,
+    activations: Annotated[
+        str, typer.Option(help=f"What backward needs from forward: {', '.join(ACTIVATIONS)}.")
+    ] = _DEFAULTS.activations,
+    update: Annotated[
+        str | None,
+        typer.Option(
+            help="When the optimizer runs: step (after backward) or backward (unit by unit, so that no gradient outlives its "
+            "unit). Default: backward if nothing is clipped (--synthetic) and --memory or --disk is given, else step."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Start of all random numbers.")] = _DEFAULTS.seed,
     run: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Where config, plan and metrics go. Default: runs/<time>-<model>.")
@@ -57,6 +75,7 @@ def train(
     """
     chosen: dict[str, Any] = {"preset": preset, "model": model, "data": data, "synthetic": synthetic}
     chosen |= {"steps": steps, "batch": batch, "lr": lr, "ranks": ranks, "threads": threads, "seed": seed}
+    chosen |= {"memory": memory, "disk": tuple(disk or ()), "activations": activations, "update": update}
     folder = run if run is not None else None if synthetic else new_run_folder(model or preset or _DEFAULTS.model_name)
     options = Options(**chosen, stage=parse_stage_word(stage), run=folder)
     if options.run is not None and os.environ.get("RANK", "0") == "0":  # the other ranks may find rank 0's files there

@@ -20,6 +20,7 @@ from lowtide.job.memory import peak_bytes
 from lowtide.job.progress import Reporter
 from lowtide.job.ranks import Member, any_rank, mean_over_ranks
 from lowtide.job.records import RunFolder, StepRecord, ValidationRecord
+from lowtide.job.tiers import DiskTraffic, Meter
 
 _SKIPS_IN_A_ROW = 10
 """So many steps with non-finite gradients mean that the model is lost."""
@@ -63,6 +64,7 @@ class History:
 
     seconds: list[float] = field(default_factory=list[float])
     losses: list[float] = field(default_factory=list[float])
+    traffic: list[DiskTraffic] = field(default_factory=list[DiskTraffic])
     validation: list[ValidationRecord] = field(default_factory=list[ValidationRecord])
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -79,6 +81,7 @@ class Loop:
     batches: Batches
     steps: int
     recipe: Recipe
+    meter: Meter
     member: Member
     reporter: Reporter
     folder: RunFolder | None
@@ -95,6 +98,7 @@ class Loop:
             last = step == self.steps
             if held_out and (last or step % max(_SHORTEST_GAP, self.steps // _VALIDATIONS) == 0):
                 self._validate(step, held_out, history)
+                self.meter.step()  # what validation moved belongs to no step
             if not last and any_rank(self.member, flag=self.stop.asked):
                 history.interrupted = True
                 break
@@ -113,9 +117,11 @@ class Loop:
             scheduler.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - start
+        traffic = self.meter.step()
         self._note_skip(step, history, skipped=skipped)
         history.seconds.append(seconds)
         history.losses.append(loss.item())
+        history.traffic.append(traffic)
         record = StepRecord(
             step=step,
             loss=loss.item(),
@@ -125,6 +131,11 @@ class Loop:
             grad_norm=float(norm) if norm is not None else None,
             skipped=skipped,
             peak_bytes=peak_bytes(),
+            host_bytes=self.meter.usage.host_bytes,
+            disk_bytes=self.meter.usage.disk_bytes,
+            disk_read_bytes=traffic.read_bytes,
+            disk_written_bytes=traffic.written_bytes,
+            disk_wait_seconds=traffic.wait_seconds,
         )
         if self.folder is not None:
             self.folder.add(record)

@@ -87,6 +87,15 @@ def job_peak(ranks: Sequence[RankMemory]) -> int:
     return sum(rank.peak_bytes for rank in local) - counted_twice
 
 
+def counted_peak(ranks: Sequence[RankMemory]) -> int:
+    """What :func:`job_peak` says, without pages of files: the kernel can drop those, so no memory number counts them."""
+    local = [rank for rank in ranks if rank.host == ranks[0].host]
+    files: defaultdict[str, int] = defaultdict(int)
+    for pages in (pages for rank in local for pages in rank.shareable if not pages.shared_memory):
+        files[pages.file] = max(files[pages.file], pages.resident)
+    return job_peak(ranks) - sum(files.values())
+
+
 def shareable_pages(smaps: Iterable[str]) -> tuple[SharedPages, ...]:
     """The file-backed and shared mappings in the text of ``/proc/<pid>/smaps``, one entry per file."""
     resident: defaultdict[tuple[str, bool], int] = defaultdict(int)

@@ -17,11 +17,13 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 
+import lowtide
 from lowtide.errors import ArgumentError
 from lowtide.job.batches import Batch
 from lowtide.job.gpt import GPT
@@ -40,8 +42,13 @@ class Built:
 
 
 def build_model(options: Options) -> Built:
-    """The model of a job, with the numbers that torch's global generator gives it."""
-    model = _call_factory(options.model) if options.model is not None else GPT(PRESETS[options.model_name])
+    """The model of a job, with the numbers that torch's global generator gives it.
+
+    A job that has a disk builds it there: a model that does not fit in memory never is in memory.
+    """
+    folders = options.disk_folders
+    with lowtide.deferred(folders[0]) if folders else nullcontext():
+        model = _call_factory(options.model) if options.model is not None else GPT(PRESETS[options.model_name])
     config = getattr(model, "config", None)
     return Built(
         model=model,

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,18 @@ from lowtide.errors import ArgumentError
 from lowtide.job.presets import PRESETS
 
 _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+ACTIVATIONS = ("auto", "keep", "recompute", "host", "disk")
+UPDATES = ("step", "backward")
 MAX_RANKS = 256
 """More ranks on one host than this are a typing error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One training job. ``preset`` and ``model`` exclude each other; ``threads=None`` divides the cores between the ranks."""
+    """One training job. ``preset`` and ``model`` exclude each other; ``threads=None`` divides the cores between the ranks.
+
+    ``memory`` and ``disk`` are as a person writes them: ``4GiB``, and ``DIR`` or ``DIR:SIZE`` for each folder.
+    """
 
     preset: str | None = None
     model: str | None = None
@@ -36,6 +42,10 @@ class Options:
     threads: int | None = None
     seed: int = 0
     run: str | None = None
+    memory: str | None = None
+    disk: tuple[str, ...] = ()
+    activations: str = "auto"
+    update: str | None = None
 
     def __post_init__(self) -> None:
         if self.preset is not None and self.model is not None:
@@ -49,6 +59,7 @@ class Options:
         if self.data is not None and not os.path.exists(self.data):
             raise ArgumentError(f"--data is {self.data!r}, which does not exist; give a text file or a folder of text files.")
         self._check_numbers()
+        self._check_tiers()
 
     def _check_numbers(self) -> None:
         _at_least("--steps", self.steps, 1)
@@ -66,6 +77,48 @@ class Options:
                 f"allowed: 0 (nothing sharded), 1 (optimizer), 2 (+ gradients), 3 (+ parameters) or auto."
             )
 
+    def _check_tiers(self) -> None:
+        _one_of("--activations", self.activations, ACTIVATIONS)
+        if self.memory is not None or self.disk:
+            # Here, not above: it imports torch, for which --help and a mistyped flag should not wait.
+            from lowtide.config import parse_bytes, parse_disk
+
+            parse_bytes("--memory", self.memory)
+            parse_disk(list(self.disk))
+        if self.activations == "disk" and not self.disk:
+            raise ArgumentError("--activations is 'disk', which needs a folder: give --disk DIR.")
+        if self.update is None:
+            return
+        _one_of("--update", self.update, UPDATES)
+        if self.update == "backward" and not self.synthetic:
+            raise ArgumentError(
+                "--update is 'backward', but a job on text clips all gradients after backward; "
+                "leave --update out, or use --synthetic."
+            )
+
+    @property
+    def update_when(self) -> str:
+        """When the optimizer runs: in backward where nothing stands against it and memory is meant to be saved."""
+        saves_memory = self.memory is not None or bool(self.disk)
+        return self.update or ("backward" if self.synthetic and saves_memory else "step")
+
+    @property
+    def disk_folders(self) -> list[str]:
+        """The folders of ``disk``, without their sizes."""
+        if not self.disk:
+            return []
+        from lowtide.config import parse_disk
+
+        return [folder.path for folder in parse_disk(list(self.disk))]
+
+    @property
+    def memory_bytes(self) -> int | None:
+        if self.memory is None:
+            return None
+        from lowtide.config import parse_bytes
+
+        return parse_bytes("--memory", self.memory)
+
     @property
     def model_name(self) -> str:
         """What the job trains, in one word."""
@@ -77,6 +130,7 @@ class Options:
     @classmethod
     def from_json(cls, text: str) -> Options:
         fields: dict[str, Any] = json.loads(text)
+        fields["disk"] = tuple(fields["disk"])  # JSON has lists only
         return cls(**fields)
 
 
@@ -103,7 +157,13 @@ def _at_least(name: str, value: int | None, least: int) -> None:
         raise ArgumentError(f"{name} is {value}; give a whole number >= {least}.")
 
 
-def _allowed(value: str, words: dict[str, Any]) -> str:
+def _one_of(name: str, value: str, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise ArgumentError(f"{name} is {value!r}; {_allowed(value, words)}")
+
+
+def _allowed(value: str, words: Iterable[str]) -> str:
+    words = list(words)
     near = difflib.get_close_matches(value, words, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"allowed: {', '.join(words)}.{hint}"

@@ -38,13 +38,11 @@ def place(*, parameters: int, trainable: int, stage: Stage, ranks: int) -> tuple
     )
 
 
-def place_text(kinds: tuple[Kept, ...], *, name: str, stage: Stage, ranks: int) -> str:
-    """The placement as a small table for a file."""
+def place_text(kinds: tuple[Kept, ...], *, name: str, stage: Stage, ranks: int, tier: str) -> str:
+    """The placement as a small table for a file. ``tier``: where it may be kept, in words."""
     lines = [f"{name}, stage {stage.number}, {ranks} rank{'s' if ranks > 1 else ''}", ""]
     lines += [f"{'kind':<12}{'whole model':>16}{'each rank':>16}   where"]
-    lines += [
-        f"{k.kind:<12}{mebibytes(k.whole_bytes):>16}{mebibytes(k.rank_bytes):>16}   host memory, {k.where}" for k in kinds
-    ]
+    lines += [f"{k.kind:<12}{mebibytes(k.whole_bytes):>16}{mebibytes(k.rank_bytes):>16}   {tier}, {k.where}" for k in kinds]
     whole, rank = sum(k.whole_bytes for k in kinds), sum(k.rank_bytes for k in kinds)
     lines += [f"{'together':<12}{mebibytes(whole):>16}{mebibytes(rank):>16}", ""]
     lines += ["On top of this, on each rank: the units in use (whole), activations, Python and torch."]

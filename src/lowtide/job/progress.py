@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lowtide.job.gauges import Gauge, Limits, gauge_row, gauges
 from lowtide.job.placement import mebibytes
 from lowtide.job.records import StepRecord, ValidationRecord
 
@@ -20,7 +22,7 @@ class Reporter(Protocol):
 
     def tell(self, message: str) -> None: ...
 
-    def start(self, steps: int) -> None: ...
+    def start(self, steps: int, limits: Limits) -> None: ...
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -34,7 +36,7 @@ class Silent:
 
     def tell(self, message: str) -> None: ...
 
-    def start(self, steps: int) -> None: ...
+    def start(self, steps: int, limits: Limits) -> None: ...
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -49,13 +51,15 @@ class Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._steps = 1
+        self._limits = Limits()
         self._started = 0.0
 
     def tell(self, message: str) -> None:
         self._console.print(message, highlight=False, markup=False, soft_wrap=True)
 
-    def start(self, steps: int) -> None:
+    def start(self, steps: int, limits: Limits) -> None:
         self._steps = steps
+        self._limits = limits
         self._started = time.perf_counter()
 
     def step(self, record: StepRecord) -> None:
@@ -67,6 +71,11 @@ class Lines:
             f"step {record.step:>4}/{self._steps}   loss {record.loss:7.4f}   {record.tokens_per_second:7,.0f} tokens/s   "
             f"peak {mebibytes(record.peak_bytes)}   {left:4.0f} s left"
         )
+        if readings := gauges(record, self._limits):
+            moved = f"   read {mebibytes(record.disk_read_bytes)}, written {mebibytes(record.disk_written_bytes)}"
+            self.tell(
+                f"  {'   '.join(f'{gauge.name} {gauge.text}' for gauge in readings)}{moved if self._limits.disk_bytes else ''}"
+            )
 
     def validation(self, record: ValidationRecord) -> None:
         self.tell(f"step {record.step:>4}/{self._steps}   validation loss {record.validation_loss:.4f}")
@@ -74,11 +83,22 @@ class Lines:
     def close(self) -> None: ...
 
 
+class _Gauged(Progress):
+    """A progress bar with gauges below it, where there is something to gauge."""
+
+    readings: list[Gauge]
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if readings := getattr(self, "readings", []):
+            yield gauge_row(readings)
+
+
 class Bar:
-    """For a terminal: a line that is drawn again and again, and the validation losses above it."""
+    """For a terminal: a line that is drawn again and again, gauges below it, and the validation losses above it."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
+        self._progress = _Gauged(
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("loss [bold]{task.fields[loss]}"),
@@ -90,17 +110,20 @@ class Bar:
         )
         self._task = self._progress.add_task("", loss="-", speed="", memory="", start=False)
         self._steps = 0
+        self._limits = Limits()
 
     def tell(self, message: str) -> None:
         self._progress.console.print(message, highlight=False, markup=False)
 
-    def start(self, steps: int) -> None:
+    def start(self, steps: int, limits: Limits) -> None:
         self._steps = steps
+        self._limits = limits
         self._progress.update(self._task, total=steps)
         self._progress.start_task(self._task)
         self._progress.start()
 
     def step(self, record: StepRecord) -> None:
+        self._progress.readings = gauges(record, self._limits)
         self._progress.update(
             self._task,
             completed=record.step,

@@ -9,6 +9,23 @@ from typing import Any
 
 from lowtide.job.options import Options
 
+SUMMARY = (
+    "params",
+    "stage",
+    "ranks",
+    "seconds",
+    "losses",
+    "peak_bytes",
+    "peak_bytes_per_rank",
+    "budget_bytes",
+    "disk_read_bytes",
+    "disk_written_bytes",
+    "disk_wait_seconds",
+    "activations",
+    "update",
+)
+"""The fields of a result that ``--json`` prints."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
@@ -23,6 +40,14 @@ class StepRecord:
     skipped: bool
     peak_bytes: int
     """Of rank 0, since training started."""
+    host_bytes: int
+    """What rank 0 uses of its memory number after the step."""
+    disk_bytes: int
+    """Room that rank 0 has on disk."""
+    disk_read_bytes: int
+    disk_written_bytes: int
+    disk_wait_seconds: float
+    """How long rank 0 stood still for the disk in this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +60,10 @@ class ValidationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came out. ``seconds`` and ``losses`` have one entry per step; losses are rank 0's own, unrounded."""
+    """What came out. Lists have one entry per step; losses and seconds are rank 0's own, unrounded.
+
+    Bytes read and written are those of all ranks together, the wait is that of the rank that waited longest.
+    """
 
     params: int
     stage: int
@@ -45,13 +73,21 @@ class Result:
     validation: list[ValidationRecord]
     peak_bytes: int
     peak_bytes_per_rank: list[int]
+    counted_bytes: int
+    """The part of ``peak_bytes`` that counts against the memory number: without pages of files, which the kernel can drop."""
+    budget_bytes: int | None
+    disk_bytes: int
+    disk_read_bytes: list[int]
+    disk_written_bytes: list[int]
+    disk_wait_seconds: list[float]
+    activations: str
+    update: str
     skipped: int
     interrupted: bool
 
     def summary(self) -> dict[str, Any]:
         """What ``--json`` prints."""
-        keys = ("params", "stage", "ranks", "seconds", "losses", "peak_bytes", "peak_bytes_per_rank")
-        return {key: getattr(self, key) for key in keys}
+        return {key: getattr(self, key) for key in SUMMARY}
 
 
 class RunFolder:

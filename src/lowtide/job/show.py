@@ -36,11 +36,39 @@ def summary_lines(result: Result, options: Options) -> list[str]:
         f"peak       {mebibytes(result.peak_bytes)}"
         + (f" in all, pages shared by ranks once ({each})" if result.ranks > 1 else "")
     ]
+    lines += _tier_lines(result)
     if result.skipped:
         lines += [f"skipped    {result.skipped} steps, whose gradients were not finite"]
     if options.run is not None:
         lines += [f"files      {options.run}/ (config.json, plan.txt, metrics.jsonl)"]
     return lines
+
+
+def _tier_lines(result: Result) -> list[str]:
+    """What the job used of its memory number and of the disk, where there is such a thing."""
+    lines: list[str] = []
+    if result.budget_bytes is not None:
+        lines += [f"budget     {budget_text(result.counted_bytes, result.budget_bytes)}"]
+    if result.disk_bytes:
+        moved = traffic_text(result.disk_read_bytes, result.disk_written_bytes, result.disk_wait_seconds)
+        lines += [f"disk       {mebibytes(result.disk_bytes)} in use; {moved}"]
+    if lines:
+        lines += [f"policy     activations: {result.activations}; update: in {result.update}"]
+    return lines
+
+
+def budget_text(counted_bytes: int, budget_bytes: int) -> str:
+    """The peak against the memory number, honestly."""
+    share = f"{mebibytes(counted_bytes)} of {mebibytes(budget_bytes)} ({counted_bytes / budget_bytes:.0%})"
+    if counted_bytes > budget_bytes:
+        return f"EXCEEDED: {share} at the peak"
+    return f"held: {share} at the peak, pages of files not counted"
+
+
+def traffic_text(read: list[int], written: list[int], waited: list[float]) -> str:
+    """The disk traffic of a typical step."""
+    middle = [statistics.median(numbers[1:] or numbers) for numbers in (read, written, waited)]
+    return f"{mebibytes(int(middle[0]))} read, {mebibytes(int(middle[1]))} written, {middle[2]:.2f} s waited per step"
 
 
 def typical_seconds(seconds: list[float]) -> float:

@@ -27,6 +27,17 @@ class SideFailed(Error, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SideDisk:
+    """What rank 0 of one side had on disk, and what it moved there and back in each step; nothing for plain PyTorch."""
+
+    room_bytes: int = 0
+    read_bytes: list[int]
+    written_bytes: list[int]
+    wait_seconds: list[float]
+    activations: str = "keep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
     """A few steps of one system. Losses are rank 0's, unrounded; ``weights`` is a digest of all parameters afterwards."""
 
@@ -34,7 +45,10 @@ class Side:
     seconds: list[float]
     peak_bytes: int
     rank_peaks: list[int]
+    counted_bytes: int
+    """The part of ``peak_bytes`` that counts against a memory number: without pages of files."""
     weights: str
+    disk: SideDisk
 
     @property
     def step_seconds(self) -> float:
@@ -55,4 +69,5 @@ def run_fresh(name: str, options: Options) -> Side:
             if failure.kind == "interrupted":
                 raise KeyboardInterrupt
             raise SideFailed(name, failure)
-        return Side(**json.loads(result.read_text()))
+        fields = json.loads(result.read_text())
+        return Side(**{**fields, "disk": SideDisk(**fields["disk"])})

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-import lowtide
-from lowtide.config import parse_stage
+from lowtide.api import engine_of
 from lowtide.job.batches import Batches, SyntheticBatches, TextBatches
 from lowtide.job.corpus import default_cache_folder, open_corpus, prepare_corpus
 from lowtide.job.interrupt import stop_on_signals
 from lowtide.job.loop import History, Loop, Recipe
-from lowtide.job.memory import job_peak, measure_rank, rank_memory_from_json, reset_peak
+from lowtide.job.memory import counted_peak, job_peak, measure_rank, rank_memory_from_json, reset_peak
 from lowtide.job.models import Built, build_model
 from lowtide.job.options import Options, cores
 from lowtide.job.placement import place, place_text
 from lowtide.job.progress import Reporter
 from lowtide.job.ranks import Member, gather_json, wait_for_all
 from lowtide.job.records import Result, RunFolder
+from lowtide.job.tiers import Meter, limits_of, shard_as_asked
 from lowtide.stages import Stage
 
 
@@ -31,34 +31,36 @@ def train(options: Options, member: Member, reporter: Reporter) -> Result:
     torch.set_num_threads(options.threads or max(1, cores() // member.local_ranks))
     torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
     built = build_model(options)
-    stage = parse_stage(options.stage, member.ranks)
     params = sum(parameter.numel() for parameter in built.model.parameters())
     batches, data_facts = _open_batches(options, built, member, reporter)
+    optimizer = torch.optim.AdamW(built.model.parameters(), lr=options.lr, fused=True)
+    shard_as_asked(built.model, optimizer, options)
+    stage = engine_of(built.model).config.stage
     facts: dict[str, Any] = {"params": params, "stage": stage.number, "ranks": member.ranks, **data_facts}
     with _run_folder(options, member, facts, _plan_text(options, built, stage, member)) as folder:
-        optimizer = torch.optim.AdamW(built.model.parameters(), lr=options.lr, fused=True)
-        model, optimizer = lowtide.shard(built.model, optimizer, stage=stage.number)
+        meter = Meter(built.model)
         torch.manual_seed(options.seed + member.rank)  # pyright: ignore[reportUnknownMemberType]
         with stop_on_signals(reporter.tell) as stop:
             loop = Loop(
-                model=model,
+                model=built.model,
                 optimizer=optimizer,
                 loss=built.loss,
                 batches=batches,
                 steps=options.steps,
                 recipe=Recipe.for_synthetic() if options.synthetic else Recipe.for_text(options.steps),
+                meter=meter,
                 member=member,
                 reporter=reporter,
                 folder=folder,
                 stop=stop,
             )
             reset_peak()
-            reporter.start(options.steps)
+            reporter.start(options.steps, limits_of(meter.usage, options))
             try:
                 history = loop.run()
             finally:
                 reporter.close()
-        return _result(history, params, stage, member)
+        return _result(history, built, meter, options, member)
 
 
 def _open_batches(options: Options, built: Built, member: Member, reporter: Reporter) -> tuple[Batches, dict[str, Any]]:
@@ -85,7 +87,14 @@ def _plan_text(options: Options, built: Built, stage: Stage, member: Member) -> 
     parameters = sum(parameter.numel() for parameter in built.model.parameters())
     trainable = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
     kinds = place(parameters=parameters, trainable=trainable, stage=stage, ranks=member.ranks)
-    return place_text(kinds, name=options.model_name, stage=stage, ranks=member.ranks)
+    text = place_text(kinds, name=options.model_name, stage=stage, ranks=member.ranks, tier=_tiers(options))
+    limits = [f"memory {options.memory}"] if options.memory is not None else []
+    limits += [f"disk {folder}" for folder in options.disk]
+    return text + (f"Limits of this host: {', '.join(limits)}.\n" if limits else "")
+
+
+def _tiers(options: Options) -> str:
+    return "host memory or disk" if options.disk else "host memory"
 
 
 @contextmanager
@@ -103,17 +112,28 @@ def _run_folder(options: Options, member: Member, facts: dict[str, Any], plan: s
         folder.close()
 
 
-def _result(history: History, params: int, stage: Stage, member: Member) -> Result:
-    memory = [rank_memory_from_json(entry) for entry in gather_json(asdict(measure_rank()), member)]
+def _result(history: History, built: Built, meter: Meter, options: Options, member: Member) -> Result:
+    facts = {"memory": asdict(measure_rank()), "usage": asdict(meter.usage), "traffic": [asdict(t) for t in history.traffic]}
+    ranks = gather_json(facts, member)
+    memory = [rank_memory_from_json(rank["memory"]) for rank in ranks]
+    steps = list(zip(*(rank["traffic"] for rank in ranks), strict=True))  # per step, the traffic of every rank
     return Result(
-        params=params,
-        stage=stage.number,
+        params=sum(parameter.numel() for parameter in built.model.parameters()),
+        stage=engine_of(built.model).config.stage.number,
         ranks=member.ranks,
         seconds=history.seconds,
         losses=history.losses,
         validation=history.validation,
         peak_bytes=job_peak(memory),
         peak_bytes_per_rank=[rank.peak_bytes for rank in memory],
+        counted_bytes=counted_peak(memory),
+        budget_bytes=options.memory_bytes,
+        disk_bytes=sum(rank["usage"]["disk_bytes"] for rank in ranks),
+        disk_read_bytes=[sum(rank["read_bytes"] for rank in step) for step in steps],
+        disk_written_bytes=[sum(rank["written_bytes"] for rank in step) for step in steps],
+        disk_wait_seconds=[max(rank["wait_seconds"] for rank in step) for step in steps],
+        activations=meter.usage.activations,
+        update=meter.usage.update,
         skipped=history.skipped,
         interrupted=history.interrupted,
     )

@@ -16,28 +16,35 @@ from torch.optim import Optimizer
 from lowtide import errors
 from lowtide.comm.channel import Channel
 from lowtide.comm.group import Group
+from lowtide.comm.processes import this_host
 from lowtide.config import Config
 from lowtide.runtime import evicted, norm
 from lowtide.runtime.backward_update import BackwardUpdate
+from lowtide.runtime.budget import Budget
 from lowtide.runtime.buffers import Buffers
 from lowtide.runtime.exchange import Exchange
 from lowtide.runtime.grad_store import Change, ShelvedGrads, all_finite
 from lowtide.runtime.grads import GradRecord, Grads
+from lowtide.runtime.initial import InitialValues
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.outputs import map_tensors, tensors_in
+from lowtide.runtime.placer import Placer
 from lowtide.runtime.prefetch import Successors
+from lowtide.runtime.recompute import Recompute, modules_to_wrap
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.scale import LossScale
 from lowtide.runtime.sharded_grad import ShardedGrad
+from lowtide.runtime.spill import Spill
 from lowtide.runtime.stream import UnitStream
 from lowtide.runtime.trace import Trace
-from lowtide.runtime.unit import Unit, flat_view, named
+from lowtide.runtime.unit import Unit, named
 from lowtide.runtime.update import Update
+from lowtide.runtime.usage import Usage
 from lowtide.spec.units import UnitSpec
 from lowtide.tiers.arena import Arena
 from lowtide.tiers.disk import DiskStore, Folder
-from lowtide.tiers.store import Store
+from lowtide.tiers.store import Store, Traffic
 from lowtide.torch_internals import at_end_of_backward, backward_under_way, is_tracing, mark_changed
 
 _log = logging.getLogger("lowtide")
@@ -65,6 +72,8 @@ class Engine:
     ) -> None:
         self.model, self.config, self.group = model, config, group
         device = specs[0].params[0].device if specs else torch.device("cpu")
+        if device.type == "meta":
+            device = torch.device("cpu")
         shard = (group.shard.rank, group.shard.size)
         self.units = [Unit(i, spec, config, shard, whole_parameters=whole_parameters) for i, spec in enumerate(specs)]
         self.unit_of = {p: u for u in self.units for p in u.params}
@@ -73,6 +82,8 @@ class Engine:
         self.homes, self.arena = Arena(device, forked=True), Arena(device, forked=False)
         self.buffers_arena = Arena(device, forked=False)
         self.store: Store | None = _open_disk(config, group.rank)
+        if self.store is not None:
+            weakref.finalize(self, self.store.close)
         self.gathers, self.reductions = channels
         weakref.finalize(self, group.close)  # threads would keep a dropped model's group alive
         self.residency = Residency(
@@ -107,7 +118,14 @@ class Engine:
             ledger=self.ledger,
         )
         self.skipped_steps = 0
-        self._saved = SavedViews(self.residency, self._needed_in_backward)
+        self.budget = Budget(self._budget_of_this_rank())
+        self.placer = Placer(
+            self.units, config, budget=self.budget, store=self.store, slots=self.arena, buffers=self.buffers_arena
+        )
+        spill = Spill(self.store, should_spill=lambda _: self.placer.should_spill()) if self.store is not None else None
+        self._saved = SavedViews(self.residency, self._needed_in_backward, spill=spill, stays=self._stays_in_memory)
+        self._recompute = Recompute(self, self._saved, self._should_recompute)
+        self._unit_of_module: dict[nn.Module, Unit] = {}
         self.backward_update: BackwardUpdate | None = None
         if config.update.in_backward:
             self.backward_update = BackwardUpdate(self.grads, self.residency, self.update, self._saved)
@@ -118,32 +136,63 @@ class Engine:
         self._poison: str | None = None
         self._norm_cache: dict[float, dict[int, float]] = {}
         self._touch: Touch | None = None
+        self._addresses: set[int] = set()  # of storages that stay in memory whatever autograd saves
 
     def start(self, optimizer: Optimizer | None = None) -> None:
         """Take room for everything, take over the parameters, and make rank 0's values everybody's."""
         stage = self.config.stage
-        if self.store is not None or self.config.update.in_backward:
+        self.placer.begin(optimizer, (self.group.shard.size, self.group.size))
+        if self.updates_by_chunks:
             for unit in self.units:
                 self._add_stream(unit)
         if optimizer is not None:
             self.reserve_states(optimizer)
         for unit in self.units:
-            self.residency.reserve(unit, resident=not stage.parameters, store=self.store if stage.parameters else None)
+            store = self.placer.store_for(unit, "parameters") if stage.parameters else None
+            self.residency.reserve(unit, resident=not stage.parameters, store=store)
+        initial = InitialValues(self.model, self.units, self.config.weights, self.group.rank, self.arena.device)
         evicted.register(self.unit_of, self)
         for unit in self.units:
-            values = [flat_view(p, spec.stride) for p, spec in zip(unit.params, unit.layout.params, strict=True)]
+            values = initial.of(unit)
             self.residency.take_over(unit, values)
             self.update.take_over(unit, values)
+            del values
         if self.group.size > 1:
             self.buffers.send()
+        if self.watches_units:
+            for module, units in modules_to_wrap(self.model, self.units).items():
+                self._unit_of_module[module] = units[0]
+                self._recompute.install(module, units)
+        self.budget.new_step()
+
+    def _budget_of_this_rank(self) -> int | None:
+        """The job's number, divided between its ranks on this host."""
+        if self.config.memory_bytes is None:
+            return None
+        here = this_host()
+        return self.config.memory_bytes // self.exchange.texts("the host", here).count(here)
+
+    @property
+    def watches_units(self) -> bool:
+        """Whether units' activations are handled or counted."""
+        return self.budget.limit is not None or any(p.activations != "keep" for p in self.placer.placement.units)
+
+    def _should_recompute(self, module: nn.Module) -> bool:
+        return self.placer.should_recompute(self._unit_of_module[module])
+
+    def _stays_in_memory(self, address: int) -> bool:
+        """Whether the storage at ``address`` is a resident parameter or a buffer, which a saved tensor only borrows."""
+        return address in self._addresses
 
     def _add_stream(self, unit: Unit) -> None:
         """Update ``unit`` by chunks, from and to wherever its bytes are."""
-        places: Any = {"memory": self.homes, "buffers": self.buffers_arena, "store": self.store}
+        places: Any = {"memory": self.homes, "buffers": self.buffers_arena}
         shelved = None
         if self.store is not None and self.config.stage.gradients and not self.config.update.in_backward:
-            shelved = self.grads.shelves[unit] = ShelvedGrads(unit, **places)
-        self.update.streams[unit] = UnitStream(unit, self.residency, shelved, **places)
+            store = self.placer.store_for(unit, "gradients")
+            shelved = self.grads.shelves[unit] = ShelvedGrads(unit, **places, store=store)
+        store = self.placer.store_for(unit, "optimizer")
+        self.update.streams[unit] = UnitStream(unit, self.residency, shelved, **places, store=store)
 
     def reserve_states(self, optimizer: Optimizer) -> None:
         """Take room for the states that ``optimizer`` will have."""
@@ -177,6 +226,10 @@ class Engine:
             self.buffers.before_forward()
             for unit in self.units:
                 self.residency.refuse_replaced(unit)
+            if self.watches_units:
+                self.placer.enter_model(sum(t.numel() for t in tensors_in((args, kwargs))))
+                residents = [b for b in self.model.buffers()] + [p for p in self.unit_of if type(p) is nn.Parameter]
+                self._addresses = {t.untyped_storage().data_ptr() for t in residents}
         self._depth += 1
         return self._prepare_inputs(args), self._prepare_inputs(kwargs)
 
@@ -214,7 +267,7 @@ class Engine:
 
     def open_saved(self) -> saved_tensors_hooks | None:
         """Saved-tensor hooks around a forward, where parameters come and go."""
-        return self._saved.open() if self.config.stage.parameters else None
+        return self._saved.open() if self.config.stage.parameters or self.watches_units else None
 
     def close_saved(self, context: saved_tensors_hooks | None) -> None:
         self._saved.close(context)
@@ -223,6 +276,9 @@ class Engine:
         """A module that needs ``units`` begins."""
         self.check()
         self._depth += 1
+        self._saved.enter(units)
+        if self.budget.limit is not None:
+            self.budget.read()
         pinned: list[Unit] = []
         try:
             for unit in units:
@@ -230,6 +286,7 @@ class Engine:
                 pinned.append(unit)
         except BaseException:
             self._depth -= 1
+            self._saved.leave()
             for unit in pinned:
                 self.residency.unpin(unit)
             raise
@@ -243,6 +300,10 @@ class Engine:
     def after_forward(self, units: Sequence[Unit]) -> None:
         """That module is done."""
         self._depth -= 1
+        self._saved.leave()
+        self.placer.outside_units()
+        if self.budget.limit is not None:
+            self.budget.read()
         for unit in units:
             self.residency.unpin(unit)
         if self._depth == 0 and backward_under_way() is None:
@@ -290,6 +351,8 @@ class Engine:
         self.grads.scale = self.scale.value
         unit = self.grads.arrived(record)
         self.residency.retry()
+        if self.budget.limit is not None:
+            self.budget.read()
         if self.backward_update is not None:
             self._update_in_backward(self.backward_update.go_on)
         if unit is None:
@@ -355,8 +418,12 @@ class Engine:
             if self.update.begun:
                 self._poison = f"{type(error).__name__}: {error}"
             raise
-        self.trace("update", "")
+        self._after_step()
         return True
+
+    def _after_step(self) -> None:
+        self.trace("update", "")
+        self.placer.after_step(self._saved, self.residency, self.grads, self.update)
 
     def _end_step_in_backward(self, backward_update: BackwardUpdate) -> bool:
         taken, bad_unit = backward_update.end_step()
@@ -365,7 +432,7 @@ class Engine:
             self._skip(bad_unit.name)
         elif self.config.stage.optimizer:
             self._publish()
-        self.trace("update", "")
+        self._after_step()
         return taken
 
     def _first_not_finite(self) -> int | None:
@@ -483,6 +550,7 @@ class Engine:
         """An interrupt left forward passes without their closing hooks running."""
         self._depth = 0
         self._demanded.clear()
+        self._saved.reset()
         self.residency.unpin_all()
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -492,6 +560,22 @@ class Engine:
         if self._poison is not None:
             raise errors.Poisoned(self._poison)
         self.group.watch.raise_if_failed("the next call")
+
+    def usage(self) -> Usage:
+        """What this rank uses of each tier."""
+        traffic = self.store.traffic if self.store is not None else Traffic()
+        limits = [f.limit for f in self.config.disk]
+        return Usage(
+            budget_bytes=self.budget.limit,
+            host_bytes=self.budget.read(),
+            disk_bytes=self.store.used_bytes if self.store is not None else 0,
+            disk_limit_bytes=sum(n for n in limits if n is not None) if limits and None not in limits else None,
+            disk_read_bytes=traffic.read_bytes,
+            disk_written_bytes=traffic.written_bytes,
+            disk_wait_seconds=traffic.wait_seconds,
+            activations=self.placer.describe_activations(),
+            update=self.config.update.when,
+        )
 
     def after_load(self) -> None:
         """All parameters have been loaded anew: whole copies are old, and a half-finished update is forgiven."""

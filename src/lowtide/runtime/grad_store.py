@@ -91,6 +91,17 @@ class ShelvedGrads:
                 lease.close(changed=True)
         self._finite[index] = self._finite.get(index, True) and change.keeps_finite
 
+    def move(self, store: Store | None) -> None:
+        """Between two steps: into memory (``None``) or into ``store``."""
+        if store is not None:
+            self.shelf.send(store)
+            return
+        self.shelf.bring()
+        noted, self._noted = self._noted, {}
+        for index, changes in noted.items():
+            for change in changes:
+                self.change(index, change)
+
     def surely_finite(self, index: int) -> bool:
         """Whether the gradient is known to be finite without looking at it."""
         return self._finite.get(index, False) and all(c.keeps_finite for c in self._noted.get(index, ()))

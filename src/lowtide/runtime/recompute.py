@@ -27,6 +27,7 @@ from lowtide.errors import Refused, StaleGraph
 from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.unit import Unit
 from lowtide.spec.units import needs
+from lowtide.torch_internals import backward_under_way
 
 _LARGE = 1 << 20  # buffers above this are copied before a forward only as long as it is not known to leave them alone
 
@@ -67,11 +68,17 @@ class Recompute:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # compiled code keeps what its own compiler decided to keep
                 return original(*args, **kwargs)
-            if not torch.is_grad_enabled() or habits.changes_inputs or not self._chosen(module):
+            if not torch.is_grad_enabled() or not self._answer(module, habits):
                 return original(*args, **kwargs)
             return _Call(self._engine, self._saved, module, units, habits).run(original, args, kwargs)
 
         module.forward = forward
+
+    def _answer(self, module: nn.Module, habits: _Habits) -> bool:
+        # In backward this is the recomputation of a caller's checkpoint, which must go as its forward went.
+        if backward_under_way() is None or habits.answer is None:
+            habits.answer = not habits.changes_inputs and self._chosen(module)
+        return habits.answer
 
     def remove(self) -> None:
         """Put every ``forward`` back. Graphs that exist can still be walked."""
@@ -87,6 +94,7 @@ class Recompute:
 class _Habits:
     """What earlier calls of a module have shown."""
 
+    answer: bool | None = None  # whether the last forward was to be recomputed
     changes_inputs: bool | None = None  # unknown before the first call
     constant: set[tuple[bool, nn.Module, str]] = field(default_factory=set[tuple[bool, nn.Module, str]])
     """Large buffers that a forward (in training or not) left alone."""

@@ -55,12 +55,22 @@ class _Recipe(Needed):
         self.conjugate = view.is_conj()
 
 
-@dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor that stays in memory. Torch itself checks versions only where there are no hooks."""
+    """A tensor that stays in memory. Torch itself checks versions only where there are no hooks.
 
-    tensor: Tensor
-    version: int
+    Detached, because an operation's result refers to the operation's node: the node would keep itself alive through it.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version  # pyright: ignore[reportPrivateUsage]
+
+    def unpack(self) -> Tensor:
+        tensor = self.tensor
+        check_version(tensor._version, self.version, tensor.shape, tensor.dtype)  # pyright: ignore[reportPrivateUsage]
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +167,7 @@ class SavedViews:
             address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
             recipe = self._recipe(tensor, address)
             if outer is None:
-                return recipe or _Kept(tensor, tensor._version)  # pyright: ignore[reportPrivateUsage]
+                return recipe or _Kept(tensor)
             packed = outer[0](tensor)
             return _Outer(packed, outer[1]) if recipe is None else recipe
 
@@ -188,20 +198,16 @@ class SavedViews:
             if address not in seen:
                 seen.add(address)
                 self._count(tensor.untyped_storage().nbytes())
-        return _Kept(tensor, tensor._version)  # pyright: ignore[reportPrivateUsage]
+        return _Kept(tensor)
 
     def _count(self, nbytes: int) -> None:
         self.saved_bytes[self._computing[-1] if self._computing else None] += nbytes
 
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Kept):
-            tensor = packed.tensor
-            check_version(tensor._version, packed.version, tensor.shape, tensor.dtype)  # pyright: ignore[reportPrivateUsage]
-            return tensor
+        if isinstance(packed, _Kept | Spilled):
+            return packed.unpack()
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        if isinstance(packed, Spilled):
-            return packed.unpack()
         packed.check()
         self._on_demand(packed.unit)
         with torch.no_grad():

@@ -228,6 +228,14 @@ class UnitStream:
         param = self.unit.layout.params[part.index]
         return flat_view(value, param.stride if is_whole((part.lo, part.hi), param) else (1,))
 
+    def move(self, store: Store | None) -> None:
+        """Between two steps: masters and states into memory (``None``) or into ``store``."""
+        for kind in self._kinds.values():
+            if store is None:
+                kind.shelf.bring()
+            else:
+                kind.shelf.send(store)
+
     # -- state_dicts --------------------------------------------------------------------------------------------------
 
     def large_names(self, param: nn.Parameter) -> tuple[str, ...]:

@@ -122,6 +122,10 @@ class DiskStore:
     def traffic(self) -> Traffic:
         return self._traffic
 
+    @property
+    def used_bytes(self) -> int:
+        return sum(share.dealt_bytes for share in self._shares)
+
     # ---- room ----
 
     def reserve(self, key: Key, cuts: Sequence[int]) -> Extent:

@@ -85,6 +85,11 @@ class Store(Protocol):
     @property
     def traffic(self) -> Traffic: ...
 
+    @property
+    def used_bytes(self) -> int:
+        """Room taken by extents."""
+        ...
+
     def reserve(self, key: Key, cuts: Sequence[int]) -> Extent:
         """Take room, for good until ``free``: a write into it cannot run out of space later."""
         ...

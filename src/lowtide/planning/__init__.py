@@ -1,0 +1,1 @@
+"""What will happen: pure arithmetic, no bytes."""

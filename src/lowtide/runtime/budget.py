@@ -1,0 +1,89 @@
+"""The memory number: what the process uses now, as the kernel counts it, held against what it may use.
+
+Anonymous and shared pages count, those of files that the kernel can drop do not; memory that only loader workers have is
+added. The meter is read when a unit begins or ends: between two readings memory moves by what one unit computes with, which the
+slack of the placement must cover.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Callable
+
+import psutil
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Meter:
+    """Bytes in use by this process and, looked at more rarely, its children."""
+
+    def __init__(self) -> None:
+        self.children_bytes = 0
+        self._pid = os.getpid()
+
+    def read(self) -> int:
+        """Now."""
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            _, resident, shared, *_ = file.read(256).split()
+        return (int(resident) - int(shared)) * _PAGE + self.children_bytes
+
+    def look_at_children(self) -> None:
+        """Count what loader workers have for themselves."""
+        total = 0
+        for child in psutil.Process(self._pid).children(recursive=True):
+            try:
+                total += child.memory_full_info().uss
+            except psutil.Error:  # it has ended, or is not ours to look into: then it is not a worker of ours either
+                continue
+        self.children_bytes = total
+
+
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL("libc.so.6").malloc_trim
+    except (OSError, AttributeError):  # another C library, which has no such call and keeps less
+        return None
+
+
+_trim = _malloc_trim()
+
+
+def give_back() -> None:
+    """Return what the allocator keeps of freed memory; it keeps a lot after a step (970 MB resident for 546 live: measured)."""
+    if _trim is not None:
+        _trim(0)
+
+
+class Budget:
+    """One number per rank, and the peak against it."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.peak = 0
+        self._meter = Meter()
+
+    def read(self) -> int:
+        """Bytes in use now; remembers the peak."""
+        used = self._meter.read()
+        self.peak = max(self.peak, used)
+        return used
+
+    def left(self) -> int | None:
+        """Bytes that may still be taken; None if there is no limit."""
+        return None if self.limit is None else self.limit - self.read()
+
+    def new_step(self) -> None:
+        """Begin a new peak, with a tidy heap."""
+        give_back()
+        self._meter.look_at_children()
+        self.peak = 0
+        self.read()
+
+    def settle(self) -> int:
+        """What the process uses when it is at rest."""
+        gc.collect()
+        give_back()
+        return self.read()
