@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lowtide.comm.agree import agree
 from lowtide.comm.group import Group
 from lowtide.config import Activations, Comm, Config, Partition, Precision, UnitChoice, Update, build_config
-from lowtide.errors import NO_WHOLE_COMPILE, ArgumentError, DoesNotFit, Mismatch, Refused
+from lowtide.errors import NO_WHOLE_COMPILE, ArgumentError, Mismatch, Refused
 from lowtide.runtime import gathered as _gathered
 from lowtide.runtime import hooks, norm
 from lowtide.runtime import module as sharded_module
@@ -85,7 +85,6 @@ def shard(
             run=run,
         )
         specs = find_units(model, units, bucket_bytes=config.comm.bucket_bytes)
-        _refuse_too_large(specs, config, joined)
         engine = Engine(model, specs, config, joined, channels)
         agree(engine.gathers, _facts(model, optimizer, specs, config))
         if optimizer is not None:
@@ -249,18 +248,6 @@ def _facts(model: nn.Module, optimizer: Optimizer | None, specs: list[UnitSpec],
             options = {k: v for k, v in sorted(group.items()) if isinstance(v, bool | int | float | str | tuple | None)}
             facts.append((f"parameter group {i}", f"{options} for {[names.get(p, '?') for p in group['params']]}"))
     return facts
-
-
-def _refuse_too_large(specs: list[UnitSpec], config: Config, group: Group) -> None:
-    if config.memory_bytes is None:
-        return
-    states = sum(s.nbytes for s in specs)
-    stage, ranks = config.stage, group.shard.size
-    share = lambda sharded: states // (ranks if sharded else 1)  # noqa: E731
-    needed = share(stage.parameters) + share(stage.gradients)
-    if needed > config.memory_bytes:
-        fix = "use stage 3 on more ranks, or raise memory to at least the first number"
-        raise DoesNotFit("host", needed, config.memory_bytes, f"Parameters and gradients alone need that much: {fix}.")
 
 
 def _engine_of(param: nn.Parameter) -> Engine | None:

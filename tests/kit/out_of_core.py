@@ -7,6 +7,7 @@ theirs, shows in the numbers. A slow store makes what is only right by luck of t
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.api import engine_of
 from lowtide.runtime import engine as engine_module
 from lowtide.runtime.engine import Engine
 from lowtide.tiers.arena import Arena, Block
@@ -104,28 +106,27 @@ def slowed(seconds: float) -> contextlib.AbstractContextManager[None]:
 
 def settle(model: nn.Module, resident: str) -> Engine:
     """Fill released memory of a sharded model with NaN, and bring what ``resident`` says into memory."""
-    engine = lowtide.engine_of(model)
+    engine = engine_of(model)
     for arena in (engine.homes, engine.arena, engine.buffers_arena):
         arena.poison = True
     for number, unit in enumerate(engine.units):
         stream = engine.update.streams[unit]
-        shelves = {name: kind.shelf for name, kind in stream._kinds.items()}
+        bring = {name: kind.shelf.bring for name, kind in stream._kinds.items()}
         if stream.shelved is not None:
-            shelves["gradients"] = stream.shelved.shelf
-        names = ["parameters", *shelves]
+            bring["gradients"] = functools.partial(stream.shelved.move, None)
+        if engine.residency.on_disk(unit):
+            bring["parameters"] = functools.partial(engine.residency.move_home, unit, None)
+        names = list(bring)
         chosen = {
             "disk": [],
             "mixed": names if number % 2 else [],
-            "kinds": [names[number % len(names)]],
-            "parameters": ["parameters"],
+            "kinds": names[number % max(len(names), 1) :][:1],
+            "parameters": [n for n in names if n == "parameters"],
             "gradients": [n for n in names if n == "gradients"],
             "states": [n for n in names if n not in ("parameters", "gradients")],
         }[resident]
         for name in chosen:
-            if name in shelves:
-                shelves[name].bring()
-            elif engine.residency.on_disk(unit):
-                engine.residency.move_home(unit, None)
+            bring[name]()
     return engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import RenderableType
@@ -41,7 +42,7 @@ def gauges(record: StepRecord, limits: Limits) -> list[Gauge]:
     return [Gauge(name, used, limit) for name, used, limit in pairs if limit is not None]
 
 
-def gauge_row(readings: list[Gauge]) -> RenderableType:
+def gauge_row(readings: Sequence[Gauge]) -> RenderableType:
     """All gauges beside each other. A bar that is over its limit is full and red."""
     row = Table.grid(padding=(0, 1))
     cells: list[RenderableType] = []

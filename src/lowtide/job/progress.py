@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from rich.console import Console, RenderableType
@@ -86,12 +86,12 @@ class Lines:
 class _Gauged(Progress):
     """A progress bar with gauges below it, where there is something to gauge."""
 
-    readings: list[Gauge]
+    readings: Sequence[Gauge] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        if readings := getattr(self, "readings", []):
-            yield gauge_row(readings)
+        if self.readings:
+            yield gauge_row(self.readings)
 
 
 class Bar:

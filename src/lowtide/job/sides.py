@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lowtide.errors import Error
 from lowtide.job.failure import Failure
@@ -69,5 +70,6 @@ def run_fresh(name: str, options: Options) -> Side:
             if failure.kind == "interrupted":
                 raise KeyboardInterrupt
             raise SideFailed(name, failure)
-        fields = json.loads(result.read_text())
-        return Side(**{**fields, "disk": SideDisk(**fields["disk"])})
+        fields: dict[str, Any] = json.loads(result.read_text())
+        fields["disk"] = SideDisk(**fields["disk"])
+        return Side(**fields)

@@ -62,12 +62,19 @@ class Budget:
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
+        self.margin = 0
+        """So near to the limit the allocator is asked to give back what it keeps."""
         self.peak = 0
         self._meter = Meter()
+        self._tidy_at = 0
 
     def read(self) -> int:
         """Bytes in use now; remembers the peak."""
         used = self._meter.read()
+        if self.limit is not None and used > max(self.limit - self.margin, self._tidy_at):
+            give_back()
+            used = self._meter.read()
+            self._tidy_at = used + self.margin // 8  # not again before there can be something to give back
         self.peak = max(self.peak, used)
         return used
 
@@ -79,7 +86,7 @@ class Budget:
         """Begin a new peak, with a tidy heap."""
         give_back()
         self._meter.look_at_children()
-        self.peak = 0
+        self.peak = self._tidy_at = 0
         self.read()
 
     def settle(self) -> int:

@@ -76,6 +76,7 @@ class Placer:
             has_disk=self._store is not None,
             in_backward=self._config.update.in_backward,
         )
+        self._budget.margin = self._needs.slack
         base = max(0, self._budget.settle() - parameters)  # they are still in memory of their own, unless deferred
         self._use(at_start(self._needs, base, self._policies))
 

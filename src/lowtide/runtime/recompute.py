@@ -166,7 +166,7 @@ class _Call:
                 if _version(param) != version:
                     raise StaleGraph(self._name)
             present = self._before.put_back()
-            return self._saved.open_in_checkpoint(), present
+            return self._saved.open_in_checkpoint(again=True), present
         except BaseException:
             self._engine.after_forward(self._units)
             raise
@@ -193,7 +193,7 @@ class _Forward:
         self._context: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
-        self._context = self._saved.open_in_checkpoint()
+        self._context = self._saved.open_in_checkpoint(again=False)
 
     def __exit__(self, *_: object) -> None:
         self._saved.close(self._context)

@@ -156,16 +156,21 @@ class SavedViews:
 
         return self._opened(pack)
 
-    def open_in_checkpoint(self) -> saved_tensors_hooks:
+    def open_in_checkpoint(self, *, again: bool) -> saved_tensors_hooks:
         """Open the hooks inside those of a checkpoint, which must be the innermost.
 
         A checkpoint tells saved tensors by their number, so it is shown views of parameters as well; it gets no hold on them.
+        ``again``: this is the recomputation, whose tensors are all in memory until backward has used them, and are counted.
         """
         outer = innermost_saved_tensor_hooks()
+        seen: set[int] = set()
 
         def pack(tensor: Tensor) -> Any:
             address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
             recipe = self._recipe(tensor, address)
+            if again and recipe is None and address and address not in seen and not self._stays(address):
+                seen.add(address)
+                self._count(tensor.untyped_storage().nbytes())
             if outer is None:
                 return recipe or _Kept(tensor)
             packed = outer[0](tensor)
