@@ -119,7 +119,7 @@ def clip_grad_norm_(
         parts = norm.norms(pieces, float(norm_type), norm.alone)
     else:
         engine.grads.refuse_unreduced()
-        parts = engine.norms(float(norm_type))
+        parts = engine.grad_facts.norms(float(norm_type))
     total = torch.tensor(norm.total_norm(parts.values(), float(norm_type)), dtype=torch.float32)
     if error_if_nonfinite and not math.isfinite(total):
         raise Refused(f"the gradient norm is {total.item()}: nothing was clipped. Leave error_if_nonfinite out to go on.")
@@ -202,7 +202,7 @@ def _refuse_model(model: nn.Module, *, from_file: bool) -> None:
     if from_file and devices == {"meta"}:
         refuse_lost_buffers(model)
     elif len(devices) > 1 or "meta" in devices:
-        way = "build it under `with lowtide.deferred():` instead, or give weights=" if "meta" in devices else "move it to one device first"
+        way = "build it under `with lowtide.deferred():`, or give weights=" if "meta" in devices else "move it to one device"
         raise Refused(f"the model's parameters are on {', '.join(sorted(devices))}; {way}.")
     _refuse_shared_memory(params)
     if is_compiled_whole(model):
@@ -213,7 +213,8 @@ def _refuse_model(model: nn.Module, *, from_file: bool) -> None:
 
 def _refuse_shared_memory(params: dict[str, nn.Parameter]) -> None:
     """Two parameters in one memory would be two after sharding; one parameter under two names stays one."""
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in params.items() if p.numel() and not p.is_meta)
+    there = {n: p for n, p in params.items() if p.numel() and not p.is_meta}
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in there.items())
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise Refused(

@@ -330,31 +330,48 @@ def test_a_dropped_store_is_gone(build: Callable[[str], Store], folder: str) -> 
     assert not [name for _, folders, _ in os.walk(folder) for name in folders if name.startswith("lowtide-")]
 
 
+class Held(DiskStore):
+    """The first write does not end before it may."""
+
+    def __init__(self, folder: str) -> None:
+        self.entered, self.leave = threading.Event(), threading.Event()
+        super().__init__([Folder(folder)], rank=0, threads=1)
+
+    def _pwrite(self, fd: int, memory: object, offset: int) -> int:
+        if not self.entered.is_set():
+            self.entered.set()
+            assert self.leave.wait(30)
+        return super()._pwrite(fd, memory, offset)
+
+
 @pytest.mark.parametrize("folder", ["disk", "memory folder"], indirect=True)
 def test_urgent_requests_of_a_disk_go_first(folder: str) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    class Held(DiskStore):
-        """The first write does not end before it may."""
-
-        def _pwrite(self, fd: int, memory: object, offset: int) -> int:
-            if not entered.is_set():
-                entered.set()
-                assert leave.wait(30)
-            return super()._pwrite(fd, memory, offset)
-
-    with closing(Held([Folder(folder)], rank=0, threads=1)) as store:
+    with closing(Held(folder)) as store:
         extent = store.reserve(KEY, cuts_of([4096] * 7))
         data = random_bytes(4096)
         store.write(extent, 0, data, Priority.NOW)
-        assert entered.wait(30)
+        assert store.entered.wait(30)
         order: list[str] = []
         for block, priority in enumerate([*reversed(Priority), Priority.NOW], start=1):
             ticket = store.write(extent, block, data, priority)
             ticket.on_done(lambda text=f"{block} {priority.name}": order.append(text))
-        leave.set()
+        store.leave.set()
         store.drain()
     assert order == ["5 NOW", "6 NOW", "4 NEXT", "3 MOMENTS", "2 WRITE_BACK", "1 CHECKPOINT"]
+
+
+def test_freed_room_is_not_handed_out_before_its_last_request_is_done(tmp_path: Path) -> None:
+    with closing(Held(str(tmp_path))) as store:
+        gone = store.reserve(KEY, [0, 4096])
+        store.write(gone, 0, random_bytes(4096), Priority.NOW)
+        assert store.entered.wait(30)
+        store.free(gone)
+        meanwhile = store.reserve(KEY, [0, 4096])
+        assert store._records[meanwhile].blocks[0].offset == 4096
+        store.leave.set()
+        store.drain()
+        afterwards = store.reserve(KEY, [0, 4096])
+        assert store._records[afterwards].blocks[0].offset == 0
 
 
 def test_freed_room_on_disk_is_used_again(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lowtide.job.story import PRESET, RANKS, tell_story
 
 def demo(
     *,
-    seconds: Annotated[float, typer.Option(help="About how long to train on text.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="About how long to train on text.")] = 30.0,
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="A text file or a folder. Default: Python's own standard library.")
     ] = None,
@@ -39,5 +39,8 @@ def demo(
         return say_failure(ending.failure, ranks=RANKS)
     if not ending.identical:
         say_wrong("lowtide and plain PyTorch gave different bits on this machine; please report this with the table above.")
+        return 1
+    if not ending.held:
+        say_wrong("the memory number was exceeded on this machine; please report this with the table above.")
         return 1
     return 0

@@ -60,6 +60,24 @@ class Side:
         return self.losses == other.losses and self.weights == other.weights
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The two sides of one comparison."""
+
+    ranks: int
+    plain: Side
+    lowtide: Side
+
+    @property
+    def identical(self) -> bool:
+        return self.plain.same_bits(self.lowtide)
+
+    @property
+    def speed(self) -> float:
+        """Above 1: lowtide is faster."""
+        return self.plain.step_seconds / self.lowtide.step_seconds
+
+
 def run_fresh(name: str, options: Options) -> Side:
     """Run one side in processes of its own, so that its peak is its own."""
     with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as folder:

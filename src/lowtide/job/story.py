@@ -1,4 +1,4 @@
-"""``lowtide demo``: what lowtide does, told in four short chapters and a closing box."""
+"""``lowtide demo``: what lowtide does, told in five short chapters and a closing box."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich import box
@@ -17,17 +18,19 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.job.failure import Failure
+from lowtide.job.larger import MEMORY, STEPS, closing_line, compare_larger, held, larger_lines, larger_table
+from lowtide.job.larger import PRESET as LARGER
 from lowtide.job.launch import start_ranks
 from lowtide.job.machine import machine_facts
 from lowtide.job.options import Options, cores
 from lowtide.job.placement import mebibytes, place
 from lowtide.job.presets import PRESETS
-from lowtide.job.sides import Side, run_fresh
+from lowtide.job.sides import Pair, run_fresh
 from lowtide.stages import STAGES
 
 PRESET = "gpt-17m"
 """The model of the story."""
-_STEPS = 4
+_STEPS = 3
 RANKS = 2
 """Ranks of the story's second half."""
 _FEWEST, _MOST = 5, 400
@@ -35,29 +38,12 @@ _FEWEST, _MOST = 5, 400
 _WIDTH = 92
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """The two sides of one comparison."""
-
-    ranks: int
-    plain: Side
-    lowtide: Side
-
-    @property
-    def identical(self) -> bool:
-        return self.plain.same_bits(self.lowtide)
-
-    @property
-    def speed(self) -> float:
-        """Above 1: lowtide is faster."""
-        return self.plain.step_seconds / self.lowtide.step_seconds
-
-
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How it went: whether all bits were the same, and why the training failed, if it did."""
+    """How it went: whether all bits were the same and the memory number held, and why the training failed, if it did."""
 
     identical: bool
+    held: bool
     failure: Failure | None
 
 
@@ -73,13 +59,17 @@ def tell_story(console: Console, *, seconds: float, training: Options) -> Ending
     _chapter(console, 3, f"{_STEPS} steps of plain PyTorch and of lowtide, each in fresh processes")
     pairs = _compare(console)
     _show_pairs(console, pairs)
+    run = Path(training.run or ".")
+    _chapter(console, 4, f"{STEPS} steps of {LARGER}, which is larger than its memory number: {MEMORY} and a disk")
+    larger = compare_larger(run.parent, partial(_busy, console))
+    _show_larger(console, larger)
     text = training.data or "Python's own standard library"
-    _chapter(console, 4, f"Training on text ({text}), {training.ranks} ranks, stage 3")
+    _chapter(console, 5, f"Training on text ({text}), {training.ranks} ranks, stage 3")
     training = replace(training, steps=_steps_for(seconds, pairs[-1].lowtide.step_seconds))
     failure = start_ranks([sys.executable, "-m", "lowtide.job.worker", training.to_json(), "text"], training.ranks)
     if failure is None:
-        _close(console, pairs, Path(training.run or "."), time.perf_counter() - started)
-    return Ending(all(pair.identical for pair in pairs), failure)
+        _close(console, pairs, larger, run, time.perf_counter() - started)
+    return Ending(all(pair.identical for pair in (*pairs, larger)), held(larger), failure)
 
 
 def _narrow(console: Console) -> Console:
@@ -143,9 +133,20 @@ def _show_pairs(console: Console, pairs: list[Pair]) -> None:
     table.add_row("peak of each rank", *(mebibytes(max(side.rank_peaks)) for side in sides))
     console.print(table)
     for pair in pairs:
-        versus = "plain PyTorch" if pair.ranks == 1 else f"DDP on {pair.ranks} ranks"
-        answer = "[bold green]yes[/]" if pair.identical else "[bold red]NO[/]"
-        console.print(f"  identical bits, lowtide and {versus}: {answer}", highlight=False)
+        _show_identity(console, pair)
+
+
+def _show_identity(console: Console, pair: Pair) -> None:
+    versus = "plain PyTorch" if pair.ranks == 1 else f"DDP on {pair.ranks} ranks"
+    answer = "[bold green]yes[/]" if pair.identical else "[bold red]NO[/]"
+    console.print(f"  identical bits, lowtide and {versus}: {answer}", highlight=False)
+
+
+def _show_larger(console: Console, pair: Pair) -> None:
+    console.print(larger_table(pair))
+    _show_identity(console, pair)
+    for line in larger_lines(pair):
+        console.print(f"  {line}", highlight=False, markup=False)
 
 
 def _steps_for(seconds: float, step_seconds: float) -> int:
@@ -153,7 +154,7 @@ def _steps_for(seconds: float, step_seconds: float) -> int:
     return max(_FEWEST, min(_MOST, int(seconds / step_seconds) // 5 * 5))
 
 
-def _close(console: Console, pairs: list[Pair], run: Path, spent: float) -> None:
+def _close(console: Console, pairs: list[Pair], larger: Pair, run: Path, spent: float) -> None:
     alone, several = pairs
     losses = _metric(run, "loss")
     held_out = _metric(run, "validation_loss")
@@ -163,12 +164,13 @@ def _close(console: Console, pairs: list[Pair], run: Path, spent: float) -> None
         f"peak, 1 rank     {alone_peaks}",
         f"peak, {RANKS} ranks    lowtide {mebibytes(ours)} a rank, DDP {mebibytes(ddp)} a rank ({ours / ddp - 1:+.0%})",
         f"speed            {alone.speed:.2f} x plain PyTorch on 1 rank, {several.speed:.2f} x DDP on {RANKS} ranks",
-        f"identical bits   {'yes' if all(pair.identical for pair in pairs) else 'NO'}",
+        f"memory number    {LARGER} in {closing_line(larger)}",
+        f"identical bits   {'yes' if all(pair.identical for pair in (*pairs, larger)) else 'NO'}",
         f"loss on text     {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps; held-out text {held_out[-1]:.2f}",
         f"time             {spent:.0f} s for all of this on {cores()} cores",
         "",
         "Next:",
-        "  lowtide train --preset gpt-98m --ranks 2 --steps 20     a larger model",
+        "  lowtide train --preset gpt-705m --memory 3GiB --disk .  a model that does not fit",
         "  lowtide train --data FOLDER --steps 500                 your own text",
         "  lowtide train --model package.module:function           your own model",
     ]

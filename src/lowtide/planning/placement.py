@@ -60,8 +60,9 @@ class Needs:
     @property
     def states(self) -> int:
         """Parameters, gradients and optimizer states together."""
-        gradients = max((u.gradients for u in self.units), default=0) if self.in_backward else sum(u.gradients for u in self.units)
-        return sum(u.parameters + u.optimizer for u in self.units) + gradients
+        gradients = [u.gradients for u in self.units]
+        at_once = max(gradients, default=0) if self.in_backward else sum(gradients)
+        return sum(u.parameters + u.optimizer for u in self.units) + at_once
 
     @property
     def slack(self) -> int:
@@ -102,7 +103,8 @@ def refuse_infeasible(needs: Needs, base: int) -> None:
         )
         raise DoesNotFit("host", least, needs.budget, fix)
     if not needs.has_disk and (needed := base + needs.slack + needs.states) > needs.budget:
-        fix = f"Give disk='/a/folder' to keep states there, use stage 3 on more ranks, or raise memory to at least {needed} bytes"
+        least_memory = f"raise memory to at least {needed / 2**20:.0f} MiB"
+        fix = f"Give disk='/a/folder' to keep states there, use stage 3 on more ranks, or {least_memory}"
         raise DoesNotFit("host", needed, needs.budget, fix)
 
 

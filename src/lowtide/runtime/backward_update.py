@@ -33,8 +33,8 @@ class BackwardUpdate:
         """A backward pass begins: there must be no finished one waiting for ``optimizer.step()``."""
         if self._done or self.bad_unit is not None:
             raise Refused(
-                "update='backward' updates parameters in loss.backward(): one backward per step. Call optimizer.step() after each, "
-                "or use update='step' to accumulate gradients."
+                "update='backward' updates parameters in loss.backward(): one backward per step. "
+                "Call optimizer.step() after each, or use update='step' to accumulate gradients."
             )
 
     def expect(self, unit: Unit) -> None:
@@ -54,8 +54,8 @@ class BackwardUpdate:
         for unit in list(self._grads.reduced):
             if self._saved.live_recipes(unit):
                 raise Refused(
-                    f"the graph still needs unit {unit.name!r} after its backward (retain_graph=True?): update='backward' cannot "
-                    f"change its parameters. Use update='step'."
+                    f"the graph still needs unit {unit.name!r} after its backward (retain_graph=True?): "
+                    f"update='backward' cannot change its parameters. Use update='step'."
                 )
             self._run(unit)
         self._update.forget_expected()
@@ -93,3 +93,4 @@ class BackwardUpdate:
             self._update.run_unit(self.optimizer, unit, grads)
         unit.version += 1
         mark_changed(unit.params)
+        self._residency.accept_writes(unit)  # a unit that came on demand is still pinned here

@@ -78,6 +78,11 @@ class Budget:
         self.peak = max(self.peak, used)
         return used
 
+    def look(self) -> None:
+        """Read, if there is a number to hold."""
+        if self.limit is not None:
+            self.read()
+
     def left(self) -> int | None:
         """Bytes that may still be taken; None if there is no limit."""
         return None if self.limit is None else self.limit - self.read()

@@ -23,7 +23,7 @@ from lowtide.runtime.probe import plain_step
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor to update: which parameter it belongs to, what the optimizer sees, and its state, which is changed in place."""
+    """One tensor to update: whose part it is, what the optimizer sees, and its state, which is changed in place."""
 
     param: nn.Parameter
     target: nn.Parameter

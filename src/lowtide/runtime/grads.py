@@ -166,8 +166,8 @@ class Grads:
         if self._owner.any_rank(any(r.local is not None for r in self.by_param.values())):
             if self._in_backward:
                 raise Refused(
-                    "a gradient arrived twice in one backward (reentrant checkpointing?), and with update='backward' the first one "
-                    "has been used. Use non-reentrant checkpointing, or update='step'."
+                    "a gradient arrived twice in one backward (reentrant checkpointing?), and with update='backward' the "
+                    "first one has been used. Use non-reentrant checkpointing, or update='step'."
                 )
             self.active = True
             self.finish()

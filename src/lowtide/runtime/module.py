@@ -122,7 +122,7 @@ def _saving(engine: Engine) -> Generator[None]:
 
 @contextmanager
 def _loading(engine: Engine) -> Generator[None]:
-    """``param.copy_(value)`` writes this rank's piece of the value. A unit on disk is in memory as long as its parameters come."""
+    """``param.copy_(value)`` writes this rank's piece. A unit on disk stays in memory as long as its parameters come."""
     current: list[tuple[Unit, Tensor]] = []
     with ExitStack() as opened:
 

@@ -208,9 +208,7 @@ def _state_bytes(units: Sequence[Unit], optimizer: Optimizer | None) -> list[int
                 key = (id(group), dtypes.master)
                 if key not in known:
                     states = large_states(optimizer, group, dtypes.master)
-                    known[key] = sum(
-                        dtypes.moments.itemsize if s.dtype is dtypes.master else s.dtype.itemsize for s in states
-                    )
+                    known[key] = sum(dtypes.moments.itemsize if s.dtype is dtypes.master else s.dtype.itemsize for s in states)
                 master = dtypes.master.itemsize if dtypes.master is not dtypes.param else 0
                 total += part.numel * (known[key] + master)
         out.append(total)

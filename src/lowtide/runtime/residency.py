@@ -28,7 +28,7 @@ from lowtide.errors import InternalError, OverBudget, Refused
 from lowtide.runtime.evicted import EvictedParameter, placeholder
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.trace import Trace
-from lowtide.runtime.unit import Unit, flat_view
+from lowtide.runtime.unit import Unit
 from lowtide.tiers.arena import Arena, ArenaFull, Block
 from lowtide.tiers.shelf import Lease, Shelf, View
 from lowtide.tiers.store import IOTicket, Key, Priority, Store
@@ -122,8 +122,8 @@ class Residency:
         self._ledger.add("parameters", home.block.nbytes if home.block is not None else 0)
 
     def take_over(self, unit: Unit, values: Sequence[Tensor]) -> None:
-        """Move ``unit``'s parameters into its home. ``values`` are the parameters as they were built, flat; they become those of
-        rank 0, as in DDP."""
+        """Move ``unit``'s parameters into its home. ``values`` are the parameters as they were built, flat; they become
+        those of rank 0, as in DDP."""
 
         def send(wire: Wire, _: list[bytes]) -> None:
             for value in values:
@@ -432,7 +432,7 @@ class Residency:
             self._drop(unit)
 
     def _take_slot(self, unit: Unit, *, urgent: bool) -> Block | None:
-        """A slot for ``unit``. What nobody uses makes room; for an urgent request, so do guesses, and write-backs are awaited."""
+        """A slot for ``unit``. What nobody uses makes room; if it is urgent, so do guesses, and write-backs are awaited."""
         nbytes = unit.layout.nbytes
         while True:
             try:

@@ -219,7 +219,7 @@ class UnitStream:
         late = [n for n, v in small.items() if isinstance(v, Tensor) and v.numel() > 1 and v.shape == entry.target.shape]
         if late:
             raise Refused(
-                f"the optimizer made a state {late[0]!r} that it did not have in a trial step; there is no room for it on disk. "
+                f"the optimizer made a state {late[0]!r} that it did not have in a trial step; there is no room for it. "
                 f"Set the optimizer's options before lowtide.shard."
             )
         step.keep_small_state(entry.param, small)

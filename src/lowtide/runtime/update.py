@@ -9,7 +9,7 @@ or each unit by itself as soon as its gradients are there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,6 @@ from lowtide.config import Config
 from lowtide.runtime.chunked_step import ChunkedStep
 from lowtide.runtime.grads import GradRecord, Grads
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.norm import GradPiece
 from lowtide.runtime.probe import plain_step
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.stream import OpenChunk, UnitStream
@@ -128,13 +127,6 @@ class Update:
         if piece.low_precision is not None:
             target = flat_view(piece.target, self._stride(piece)).detach()
             target.copy_(flat_view(value, piece.record.unit.layout.params[piece.record.index].stride)[piece.lo : piece.hi])
-
-    # -- gradients of this rank's part, for norm and finiteness -------------------------------------------------------
-
-    def grad_pieces(self) -> Iterator[GradPiece]:
-        """This rank's part of every gradient that is shown now; each is valid until the next."""
-        for record, lo, values in self._grads.pieces():
-            yield GradPiece(record.key, lo, record.unit.layout.params[record.index].numel, values)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 

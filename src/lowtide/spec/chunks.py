@@ -86,7 +86,7 @@ def pack(chunks: Sequence[Chunk], itemsizes: Sequence[int]) -> Packing:
 
 
 def _aligned_cut(layout: UnitLayout, first: int, limit: int) -> int:
-    """The last place up to ``limit`` at a multiple of the alignment from the shard's start and of 64 elements of a parameter."""
+    """The last place up to ``limit`` at a multiple of the alignment from the shard's start and of 64 elements."""
     index = max((i for i, o in enumerate(layout.offsets) if o <= limit), default=0)
     width = CUT_NUMEL * layout.params[index].itemsize
     cut = limit

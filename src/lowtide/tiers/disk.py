@@ -8,8 +8,8 @@ Memory and lengths at multiples of ``ALIGNMENT`` go to the file as they are; the
 that each thread keeps.
 
 [Note: free from a finalizer] An extent may be freed by a garbage collection, which can run in the middle of any method here,
-in the same thread. ``free`` therefore only notes the extent, and looks after it if the table is not in use; else that is done by
-whoever enters the table next.
+in the same thread. ``free`` therefore only notes the extent, and looks after it if the table is not in use; else whoever
+enters the table next does.
 """
 
 from __future__ import annotations
@@ -189,12 +189,14 @@ class DiskStore:
                     share, offset = self._find_room(room)
                     share.dealt_bytes += room
                     blocks.append(_Block(share.spool, offset, nbytes, room))
-            except DiskFull as full:
+            except BaseException as error:
                 self._give_back(blocks)
+                if not isinstance(error, DiskFull):
+                    raise
                 needed = sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes)
                 free = sum(spool.free_bytes() for spool in self._spools)
                 where = ", ".join(spool.folder.path for spool in self._spools)
-                raise DiskFull(full.problem, where, None, key.unit, key.kind, self.rank, needed, free) from full
+                raise DiskFull(error.problem, where, None, key.unit, key.kind, self.rank, needed, free) from error
         return blocks
 
     def _find_room(self, room: int) -> tuple[_Share, int]:
@@ -209,10 +211,13 @@ class DiskStore:
     def _measure(self, spool: Spool) -> float:
         """Bytes per second of a short write."""
         nbytes = min(_PROBE, spool.free_bytes()) // ALIGNMENT * ALIGNMENT
+        try:
+            offset = spool.take(nbytes)
+        except DiskFull:
+            nbytes = offset = 0
         if not nbytes:
-            return 1.0
+            return 1.0  # as good as never chosen while others have room
         memory = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
-        offset = spool.take(nbytes)
         try:
             start = time.perf_counter()
             for _ in range(2):
@@ -302,6 +307,8 @@ class DiskStore:
     def _read_block(self, key: Key, block: _Block, memory: Bytes) -> None:
         if block.lost is not None:
             raise dataclasses.replace(block.lost)
+        if block.digest is None:
+            raise InternalError(f"read of {key}: the write before it was refused")
         error = self._try_read(key, block, memory)
         if error is not None:
             _log.warning("%s Reading once more.", error)

@@ -1,0 +1,95 @@
+"""The chapter of the story about a model that is larger than its memory number: plain PyTorch beside everything on disk."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+from rich import box
+from rich.table import Table
+
+from lowtide.config import parse_bytes
+from lowtide.job.options import Options
+from lowtide.job.placement import mebibytes
+from lowtide.job.presets import PRESETS
+from lowtide.job.show import budget_text, traffic_text
+from lowtide.job.sides import Pair, Side, run_fresh
+
+PRESET = "gpt-98m"
+MEMORY = "768MiB"
+"""The memory number: parameters, gradients and Adam's averages alone need twice as much."""
+STEPS = 3
+
+
+class Busy(Protocol):
+    """Shows that something is being done."""
+
+    def __call__(self, what: str) -> AbstractContextManager[None]: ...
+
+
+def compare_larger(beside: Path, busy: Busy) -> Pair:
+    """Both sides in fresh processes. The disk tier lives in a folder of its own in ``beside``, which is gone afterwards."""
+    plain_options = Options(preset=PRESET, steps=STEPS, synthetic=True)
+    with busy(f"{PRESET}, plain PyTorch"):
+        plain = run_fresh("plain", plain_options)
+    beside.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="lowtide-demo-", dir=beside) as folder, busy(f"{PRESET}, lowtide in {MEMORY}"):
+        ours = run_fresh("lowtide", replace(plain_options, memory=MEMORY, disk=(folder,)))
+    return Pair(ranks=1, plain=plain, lowtide=ours)
+
+
+def budget_bytes() -> int:
+    """The memory number in bytes."""
+    return parse_bytes("memory", MEMORY) or 0
+
+
+def larger_table(pair: Pair) -> Table:
+    """Losses, memory and disk of both sides."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for heading in ("PyTorch\nno limit", f"lowtide\nmemory={MEMORY!r}"):
+        table.add_column(heading, justify="right")
+    sides = (pair.plain, pair.lowtide)
+    for step in range(STEPS):
+        table.add_row(f"loss of step {step + 1}", *(f"{side.losses[step]:.9g}" for side in sides))
+    table.add_row("weights after it", *(side.weights[:12] for side in sides))
+    table.add_section()
+    table.add_row("seconds per step", *(f"{side.step_seconds:.2f}" for side in sides))
+    table.add_row("peak", *(mebibytes(side.peak_bytes) for side in sides))
+    table.add_row("  without pages of files", *(mebibytes(side.counted_bytes) for side in sides))
+    table.add_row("room on disk", "–", mebibytes(pair.lowtide.disk.room_bytes))
+    table.add_row("activations", *(_activations(side) for side in sides))
+    return table
+
+
+def larger_lines(pair: Pair) -> list[str]:
+    """What the table comes to. The memory number counts what the kernel cannot drop, so pages of files are left out."""
+    count = PRESETS[PRESET].parameters
+    disk = pair.lowtide.disk
+    return [
+        f"memory number: {budget_text(pair.lowtide.counted_bytes, budget_bytes())}",
+        f"disk: {traffic_text(disk.read_bytes, disk.written_bytes, disk.wait_seconds)}",
+        f"plain PyTorch needs {pair.plain.counted_bytes / budget_bytes():.1f} times the memory number, "
+        f"{mebibytes(count * 16)} of it for {count:,} parameters",
+    ]
+
+
+def held(pair: Pair) -> bool:
+    """Whether lowtide stayed within its memory number."""
+    return pair.lowtide.counted_bytes <= budget_bytes()
+
+
+def closing_line(pair: Pair) -> str:
+    """The chapter in one line."""
+    moved = statistics.median(map(sum, zip(pair.lowtide.disk.read_bytes, pair.lowtide.disk.written_bytes, strict=True)))
+    verdict = "held" if held(pair) else "EXCEEDED"
+    peaks = f"{mebibytes(pair.lowtide.counted_bytes)}, PyTorch {mebibytes(pair.plain.counted_bytes)}"
+    return f"{MEMORY} {verdict}: {peaks}; {mebibytes(int(moved))} of disk traffic a step"
+
+
+def _activations(side: Side) -> str:
+    return side.disk.activations

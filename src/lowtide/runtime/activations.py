@@ -1,0 +1,66 @@
+"""What becomes of the tensors that autograd saves: kept, computed again, or moved to the disk, unit by unit.
+
+The placer says which; this file asks it when a unit begins, and has it done by saved-tensor hooks and recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from lowtide.runtime.budget import Budget
+from lowtide.runtime.placer import Placer
+from lowtide.runtime.recompute import Pinning, Recompute, modules_to_wrap
+from lowtide.runtime.residency import Residency
+from lowtide.runtime.saved import SavedViews
+from lowtide.runtime.spill import Spill
+from lowtide.runtime.unit import Unit
+from lowtide.tiers.store import Store
+
+
+class Activations:
+    """See the module's docstring."""
+
+    def __init__(
+        self, residency: Residency, placer: Placer, budget: Budget, store: Store | None, *, needed: Callable[[Unit], None]
+    ) -> None:
+        self._placer, self._budget = placer, budget
+        spill = Spill(store, should_spill=lambda _: placer.should_spill()) if store is not None else None
+        self.saved = SavedViews(residency, needed, spill=spill, stays=self._stays_in_memory)
+        self._recompute: Recompute | None = None
+        self._unit_of: dict[nn.Module, Unit] = {}
+        self._residents: set[int] = set()  # addresses of storages that stay in memory whatever autograd saves
+
+    @property
+    def handled(self) -> bool:
+        """Whether anything but keeping them can happen, or they are counted."""
+        return self._budget.limit is not None or any(p.activations != "keep" for p in self._placer.placement.units)
+
+    def install(self, model: nn.Module, units: Sequence[Unit], pinning: Pinning) -> None:
+        """Make the units' modules able to recompute."""
+        self._recompute = Recompute(pinning, self.saved, lambda module: self._placer.should_recompute(self._unit_of[module]))
+        for module, needed in modules_to_wrap(model, units).items():
+            self._unit_of[module] = needed[0]
+            self._recompute.install(module, needed)
+
+    def enter_model(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
+        """The model's forward begins."""
+        if self.handled:
+            self._placer.enter_model(sum(t.numel() for t in inputs))
+            residents = [*model.buffers(), *(p for p in model.parameters() if type(p) is nn.Parameter)]
+            self._residents = {t.untyped_storage().data_ptr() for t in residents}
+
+    def enter(self, units: Sequence[Unit]) -> None:
+        """A module that needs ``units`` begins."""
+        self.saved.enter(units)
+        self._budget.look()
+
+    def leave(self) -> None:
+        """That module is done."""
+        self.saved.leave()
+        self._placer.outside_units()
+        self._budget.look()
+
+    def _stays_in_memory(self, address: int) -> bool:
+        return address in self._residents

@@ -1,0 +1,205 @@
+"""The objects that belong to one sharded model: which there are, who knows whom, and how they start."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lowtide.comm.channel import Channel
+from lowtide.comm.group import Group
+from lowtide.comm.processes import this_host
+from lowtide.config import Config
+from lowtide.runtime import evicted
+from lowtide.runtime.activations import Activations
+from lowtide.runtime.backward_update import BackwardUpdate
+from lowtide.runtime.budget import Budget
+from lowtide.runtime.buffers import Buffers
+from lowtide.runtime.exchange import Exchange
+from lowtide.runtime.grad_facts import GradFacts
+from lowtide.runtime.grad_store import ShelvedGrads
+from lowtide.runtime.grads import Grads
+from lowtide.runtime.initial import InitialValues
+from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.placer import Placer
+from lowtide.runtime.recompute import Pinning
+from lowtide.runtime.residency import Residency
+from lowtide.runtime.scale import LossScale
+from lowtide.runtime.stream import UnitStream
+from lowtide.runtime.trace import Trace
+from lowtide.runtime.unit import Unit, named
+from lowtide.runtime.update import Update
+from lowtide.runtime.usage import Usage
+from lowtide.spec.units import UnitSpec
+from lowtide.tiers.arena import Arena
+from lowtide.tiers.disk import DiskStore, Folder
+from lowtide.tiers.store import Store, Traffic
+
+
+class Verbs(evicted.Owner, Pinning, Protocol):
+    """What the engine adds: answers for evicted parameters, and pins units."""
+
+
+class Assembly:
+    """What the engine moves. Nothing here runs during a step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: Sequence[UnitSpec],
+        config: Config,
+        group: Group,
+        channels: tuple[Channel, Channel],
+        *,
+        whole_parameters: bool = False,
+    ) -> None:
+        self.model, self.config, self.group = model, config, group
+        self.gathers, self.reductions = channels
+        weakref.finalize(self, group.close)  # threads would keep a dropped model's group alive
+        device = specs[0].params[0].device if specs else torch.device("cpu")
+        if device.type == "meta":
+            device = torch.device("cpu")
+        shard = (group.shard.rank, group.shard.size)
+        self.units = [Unit(i, spec, config, shard, whole_parameters=whole_parameters) for i, spec in enumerate(specs)]
+        self.unit_of = {p: u for u in self.units for p in u.params}
+        self.name_of = named(self.units)
+        self.ledger, self.trace = Ledger(), Trace()
+        self.homes, self.arena = Arena(device, forked=True), Arena(device, forked=False)
+        self.buffers_arena = Arena(device, forked=False)
+        self.store: Store | None = _open_disk(config, group.rank)
+        if self.store is not None:
+            weakref.finalize(self, self.store.close)
+        self.exchange = Exchange(group, self.reductions)
+        self.residency = Residency(
+            self.units,
+            group=group,
+            channel=self.gathers,
+            homes=self.homes,
+            slots=self.arena,
+            ledger=self.ledger,
+            trace=self.trace,
+            ahead=config.comm.prefetch,
+        )
+        self.grad_facts = GradFacts(group, self.exchange, config.stage, self.name_of)
+        self.grads = Grads(
+            self.units,
+            stage=config.stage,
+            group=group,
+            channel=self.reductions,
+            owner=self.grad_facts,
+            in_backward=config.update.in_backward,
+            ledger=self.ledger,
+            trace=self.trace,
+        )
+        self.grad_facts.grads = self.grads
+        self.buffers = Buffers(model, group, self.gathers)
+        self.scale = LossScale(config.precision.scale)
+        self.update = Update(
+            config=config,
+            group=group,
+            residency=self.residency,
+            grads=self.grads,
+            buffers=self.buffers_arena,
+            ledger=self.ledger,
+        )
+        self.budget = Budget(self._budget_of_this_rank())
+        self.placer = Placer(
+            self.units, config, budget=self.budget, store=self.store, slots=self.arena, buffers=self.buffers_arena
+        )
+        self.activations = Activations(self.residency, self.placer, self.budget, self.store, needed=self.needed_in_backward)
+        self.backward_update: BackwardUpdate | None = None
+        if config.update.in_backward:
+            self.backward_update = BackwardUpdate(self.grads, self.residency, self.update, self.activations.saved)
+
+    def needed_in_backward(self, unit: Unit) -> None:
+        """Autograd unpacks a view of ``unit``'s parameters."""
+        raise NotImplementedError
+
+    def take_over(self, optimizer: Optimizer | None, verbs: Verbs) -> None:
+        """Take room for everything, take over the parameters, and make rank 0's values everybody's."""
+        stage = self.config.stage
+        self.placer.begin(optimizer, (self.group.shard.size, self.group.size))
+        if self.updates_by_chunks:
+            for unit in self.units:
+                self._add_stream(unit)
+        if optimizer is not None:
+            self.reserve_states(optimizer)
+        for unit in self.units:
+            store = self.placer.store_for(unit, "parameters") if stage.parameters else None
+            self.residency.reserve(unit, resident=not stage.parameters, store=store)
+        initial = InitialValues(self.model, self.units, self.config.weights, self.group.rank, self.arena.device)
+        evicted.register(self.unit_of, verbs)
+        for unit in self.units:
+            values = initial.of(unit)
+            self.residency.take_over(unit, values)
+            self.update.take_over(unit, values)
+            del values
+        if self.group.size > 1:
+            self.buffers.send()
+        if self.activations.handled:
+            self.activations.install(self.model, self.units, verbs)
+        self.budget.new_step()
+
+    def _budget_of_this_rank(self) -> int | None:
+        """The job's number, divided between its ranks on this host."""
+        if self.config.memory_bytes is None:
+            return None
+        here = this_host()
+        return self.config.memory_bytes // self.exchange.texts("the host", here).count(here)
+
+    def _add_stream(self, unit: Unit) -> None:
+        """Update ``unit`` by chunks, from and to wherever its bytes are."""
+        places: Any = {"memory": self.homes, "buffers": self.buffers_arena}
+        shelved = None
+        if self.store is not None and self.config.stage.gradients and not self.config.update.in_backward:
+            store = self.placer.store_for(unit, "gradients")
+            shelved = self.grads.shelves[unit] = ShelvedGrads(unit, **places, store=store)
+        store = self.placer.store_for(unit, "optimizer")
+        self.update.streams[unit] = UnitStream(unit, self.residency, shelved, **places, store=store)
+
+    def reserve_states(self, optimizer: Optimizer) -> None:
+        """Take room for the states that ``optimizer`` will have."""
+        for stream in self.update.streams.values():
+            stream.reserve(optimizer)
+
+    @property
+    def handles_gradients(self) -> bool:
+        """Whether gradients pass through us at all: on one rank, whole and in one dtype, they are autograd's own."""
+        mixed = any(d.gradient is not d.param for u in self.units for d in u.dtypes)
+        return self.group.size > 1 or self.config.stage.gradients or mixed or self.scale.used or self.config.update.in_backward
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether the optimizer sees any parameter in pieces."""
+        between_ranks = self.config.stage.optimizer and any(u.layout.cuts_a_parameter for u in self.units)
+        return between_ranks or (self.updates_by_chunks and any(len(u.chunks) > 1 for u in self.units))
+
+    @property
+    def updates_by_chunks(self) -> bool:
+        return self.store is not None or self.config.update.in_backward
+
+    def usage(self) -> Usage:
+        """What this rank uses of each tier."""
+        traffic = self.store.traffic if self.store is not None else Traffic()
+        limits = [f.limit for f in self.config.disk]
+        return Usage(
+            budget_bytes=self.budget.limit,
+            host_bytes=self.budget.read(),
+            disk_bytes=self.store.used_bytes if self.store is not None else 0,
+            disk_limit_bytes=sum(n for n in limits if n is not None) if limits and None not in limits else None,
+            disk_read_bytes=traffic.read_bytes,
+            disk_written_bytes=traffic.written_bytes,
+            disk_wait_seconds=traffic.wait_seconds,
+            activations=self.placer.describe_activations(),
+            update=self.config.update.when,
+        )
+
+
+def _open_disk(config: Config, rank: int) -> Store | None:
+    if not config.disk:
+        return None
+    return DiskStore([Folder(f.path, f.limit) for f in config.disk], rank=rank)

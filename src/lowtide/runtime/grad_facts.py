@@ -1,0 +1,85 @@
+"""What is true of gradients over all ranks and tiers: their norms, whether they are finite, and the whole of one."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lowtide.comm.group import Group
+from lowtide.errors import InternalError
+from lowtide.runtime import norm
+from lowtide.runtime.exchange import Exchange
+from lowtide.runtime.grad_store import Change, all_finite
+from lowtide.runtime.grads import GradRecord, Grads
+from lowtide.runtime.sharded_grad import ShardedGrad
+from lowtide.stages import Stage
+
+
+class GradFacts:
+    """Answers what a ``ShardedGrad`` cannot know by itself. Every rank must ask in the same order."""
+
+    def __init__(self, group: Group, exchange: Exchange, stage: Stage, name_of: dict[nn.Parameter, str]) -> None:
+        self._group, self._exchange, self._stage, self._name_of = group, exchange, stage, name_of
+        self._norm_cache: dict[float, dict[int, float]] = {}
+        self.grads: Grads  # set once they exist; they need an owner first
+
+    # -- norms --------------------------------------------------------------------------------------------------------
+
+    def norms(self, order: float) -> dict[int, float]:
+        """The norm of every gradient by key, over all ranks."""
+        pieces = (
+            norm.GradPiece(record.key, lo, record.unit.layout.params[record.index].numel, values)
+            for record, lo, values in self.grads.pieces()
+        )
+        return norm.norms(pieces, order, self._exchange.vectors)
+
+    def norm_of(self, grad: ShardedGrad, order: float) -> float:
+        if order not in self._norm_cache:  # torch asks for one norm at a time; one exchange answers for all
+            self._norm_cache[order] = self.norms(order)
+        return self._norm_cache[order].get(grad.key, 0.0)
+
+    def grads_changed(self) -> None:
+        self._norm_cache.clear()
+
+    # -- finite or not ------------------------------------------------------------------------------------------------
+
+    def first_not_finite(self) -> int | None:
+        """The key of the first parameter whose gradient is not finite on some rank; all ranks get the same answer."""
+        mine = next((r.key for r in self.grads.by_param.values() if not self._is_finite(r)), -1)
+        bad = [key for key in self._exchange.numbers("finite gradients", mine) if key >= 0]
+        return min(bad, default=None)
+
+    def is_finite(self, grad: ShardedGrad) -> bool:
+        return self._is_finite(self.grads.by_key[grad.key])
+
+    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001
+        return any(self._exchange.numbers("a flag", int(flag)))
+
+    def _is_finite(self, record: GradRecord) -> bool:
+        """Whether this rank's part of a gradient is finite."""
+        if self.grads.is_shelved(record):
+            shelf = self.grads.shelves[record.unit]
+            return shelf.surely_finite(record.index) or all(
+                all_finite(values) for _, values in shelf.parts(lambda index: index == record.index)
+            )
+        values = self.grads.piece(record, *record.unit.layout.piece(record.index, self._group.shard.rank))
+        return values is None or all_finite(values)
+
+    # -- one gradient -------------------------------------------------------------------------------------------------
+
+    def note_change(self, grad: ShardedGrad, change: Change) -> None:
+        record = self.grads.by_key[grad.key]
+        self.grads.shelves[record.unit].change(record.index, change)
+
+    def whole_of(self, grad: ShardedGrad) -> Tensor:
+        """A sharded gradient, whole."""
+        record = self.grads.by_key[grad.key]
+        param = record.unit.layout.params[record.index]
+        piece = grad.piece
+        if piece is None:
+            piece = self.grads.piece(record, *self.grads.kept_range(record.unit, record.index))
+        if piece is None:
+            raise InternalError("a gradient that is shown has no bytes")
+        if not self._stage.gradients:
+            return piece.as_strided(param.shape, param.stride).clone()
+        name = f"the gradient of {self._name_of[record.param]}"
+        return self._exchange.whole(name, record.unit.layout, record.index, piece).as_strided(param.shape, param.stride)
