@@ -75,6 +75,21 @@ class StaleGraph(Error, RuntimeError):
 
 
 @dataclass(eq=False)
+class ChangedInPlace(Error, RuntimeError):
+    """A tensor that backward needs was changed after forward saved it."""
+
+    tensor: str
+    version: int
+    expected: int
+
+    def __str__(self) -> str:
+        return (
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: {self.tensor} "
+            f"is at version {self.version}; expected version {self.expected}. Use an operation that is not in place, or clone."
+        )
+
+
+@dataclass(eq=False)
 class Mismatch(Error, RuntimeError):
     """Ranks do not agree on the model, its configuration or the library; raised on every rank."""
 

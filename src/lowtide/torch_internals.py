@@ -80,3 +80,10 @@ def mark_changed(tensors: Iterable[Tensor]) -> None:
     """Autograd's version counters: graphs that saved these tensors are stale from now on."""
     with without_torch_function():
         torch.autograd.graph.increment_version(list(tensors))
+
+
+def version_counter(tensor: Tensor) -> Tensor:
+    """A tensor without memory that shares the version counter of ``tensor``."""
+    counter = tensor.detach()
+    Tensor.data.__set__(counter, torch.empty(0, dtype=tensor.dtype))  # type: ignore[attr-defined]
+    return counter

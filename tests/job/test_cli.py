@@ -10,6 +10,8 @@ import pytest
 
 import lowtide
 from lowtide.cli.main import run
+from lowtide.config import ACTIVATION_POLICIES, Update
+from lowtide.job.options import ACTIVATIONS, UPDATES
 
 MISTAKES = {
     "train --stpes 3": "--steps",
@@ -31,6 +33,16 @@ MISTAKES = {
     "train --data x --synthetic": "choose one",
     "train --model nonsense": "package.module:function",
     "train --model tests.job.specimens:tiny_gpt --preset gpt-17m": "choose one",
+    "train --memory lots": "--memory is 'lots'; write a number and a unit",
+    "train --memory 0": "--memory is '0'; give more than 0 bytes",
+    "train --disk /does/not/exist": "'/does/not/exist', which is not a folder",
+    "train --disk /does/not/exist:4GiB": "'/does/not/exist', which is not a folder",
+    "train --activations kept": "Did you mean 'keep'?",
+    "train --activations disk": "give --disk DIR",
+    "train --update sometimes": "allowed: step, backward",
+    "train --update backward": "clips all gradients after backward",
+    "doctor --clean": "name the folders",
+    "doctor /does/not/exist": "'/does/not/exist' is not a folder",
     "train surplus": "surplus",
     "demo --seconds 0": "--seconds",
 }
@@ -85,8 +97,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "--help"]) == 0
     out = capsys.readouterr().out
-    flags = "preset model data steps batch lr stage ranks threads seed run synthetic json".split()
+    flags = (
+        "preset model data steps batch lr stage ranks threads seed run synthetic json memory disk activations update".split()
+    )
     assert [flag for flag in flags if f"--{flag}" not in out] == []
+
+
+def test_the_words_are_those_of_the_library() -> None:
+    assert ACTIVATIONS == ACTIVATION_POLICIES
+    assert [Update(word).when for word in UPDATES] == list(UPDATES)
 
 
 def test_help_does_not_import_torch() -> None:

@@ -20,8 +20,10 @@ def test_the_story_is_told_to_its_end(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=surroundings, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    assert done.stdout.count("identical bits, lowtide and") == 2
-    assert done.stdout.count(": yes") == 2
+    assert done.stdout.count("identical bits, lowtide and") == 3
+    assert done.stdout.count(": yes") == 3
+    assert "memory number held" in done.stdout
+    assert list(tmp_path.glob("lowtide-*")) == []
     for part in ("This machine", "17,037,312 parameters", "weights after it", "held-out text", "speed", "Next:"):
         assert part in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if "/" not in line) <= 80

@@ -29,7 +29,10 @@ from tests.kit.dist import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 TINY_GPT = ["--model", "tests.job.specimens:tiny_gpt"]
 ONE_THREAD = ["--threads", "1"]
-KEYS = ["params", "stage", "ranks", "seconds", "losses", "peak_bytes", "peak_bytes_per_rank"]
+KEYS = [
+    *("params", "stage", "ranks", "seconds", "losses", "peak_bytes", "peak_bytes_per_rank"),
+    *("budget_bytes", "disk_read_bytes", "disk_written_bytes", "disk_wait_seconds", "activations", "update"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.api import engine_of
-from lowtide.errors import Refused, StaleGraph
+from lowtide.errors import ChangedInPlace, Refused, StaleGraph
 from lowtide.runtime.recompute import Recompute, modules_to_wrap
 from lowtide.runtime.saved import SavedViews
-from lowtide.runtime.spill import ChangedInPlace, Spill
+from lowtide.runtime.spill import Spill
 from lowtide.tiers.host import HostStore
 from tests.kit.dist import run_ranks
 from tests.kit.models import MENAGERIE, Block, Stack

@@ -22,6 +22,13 @@ EXAMPLES: dict[type[errors.Error], errors.Error] = {
     errors.DeadlineExceeded: errors.DeadlineExceeded("gather of 'head'", 300.0),
     errors.DoesNotFit: errors.DoesNotFit("host", 3 << 20, 1 << 20, "Use stage 3."),
     errors.Poisoned: errors.Poisoned("ValueError: x"),
+    errors.OverBudget: errors.OverBudget("activations", 3 << 20, 1 << 20, "head"),
+    errors.ChangedInPlace: errors.ChangedInPlace("float32 of shape [3]", 2, 1),
+    errors.DiskError: errors.DiskError("input/output error", "/scratch", 4096, "head", "parameters", 1),
+    errors.DiskCorrupted: errors.DiskCorrupted("bytes differ", "/scratch", 4096, "head", "parameters", 1),
+    errors.DiskFull: errors.DiskFull("no space", "/scratch", None, "head", "parameters", 1, 3 << 20, 1 << 20),
+    errors.SpoolRefused: errors.SpoolRefused("a symlink", "/scratch", None, "", "", 1),
+    errors.DiskStalled: errors.DiskStalled("read of 'head'", 300.0),
 }
 TREE = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.Error)} - {errors.Error}
 
@@ -38,6 +45,12 @@ def test_each_is_also_the_built_in_a_caller_expects(cls: type[errors.Error]) -> 
         errors.InternalError: AssertionError,
         errors.DeadlineExceeded: TimeoutError,
         errors.DoesNotFit: MemoryError,
+        errors.OverBudget: MemoryError,
+        errors.DiskError: OSError,
+        errors.DiskCorrupted: OSError,
+        errors.DiskFull: OSError,
+        errors.SpoolRefused: OSError,
+        errors.DiskStalled: TimeoutError,
     }.get(cls, RuntimeError)
     assert issubclass(cls, (errors.Error,))
     assert issubclass(cls, builtin)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide.errors import DiskError
-from lowtide.runtime.spill import ChangedInPlace, Spill, Spilled
+from lowtide.errors import ChangedInPlace, DiskError
+from lowtide.runtime.spill import Spill, Spilled
 from lowtide.tiers.disk import DiskStore
 from lowtide.tiers.host import HostStore
 from lowtide.tiers.spool import Folder

@@ -42,7 +42,8 @@ def run_side(name: str, options: Options, member: Member) -> Side:
     torch.manual_seed(options.seed + member.rank)  # pyright: ignore[reportUnknownMemberType]
     batches = SyntheticBatches(vocabulary=built.vocabulary, batch=options.batch, context=built.context)
     meter = Meter(model) if name == "lowtide" else None
-    reset_peak()
+    if options.memory is None:  # a memory number holds from the start, so its peak counts from there
+        reset_peak()
     traffic: list[DiskTraffic] = []
     seconds: list[float] = []
     losses: list[float] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +11,14 @@ from typing import Protocol
 from rich import box
 from rich.table import Table
 
-from lowtide.config import parse_bytes
 from lowtide.job.options import Options
 from lowtide.job.placement import mebibytes
-from lowtide.job.presets import PRESETS
 from lowtide.job.show import budget_text, traffic_text
-from lowtide.job.sides import Pair, Side, run_fresh
+from lowtide.job.sides import Pair, run_fresh
 
 PRESET = "gpt-98m"
-MEMORY = "768MiB"
+MEMORY_BYTES = 768 << 20
+MEMORY = f"{MEMORY_BYTES >> 20}MiB"
 """The memory number: parameters, gradients and Adam's averages alone need twice as much."""
 STEPS = 3
 
@@ -42,11 +40,6 @@ def compare_larger(beside: Path, busy: Busy) -> Pair:
     return Pair(ranks=1, plain=plain, lowtide=ours)
 
 
-def budget_bytes() -> int:
-    """The memory number in bytes."""
-    return parse_bytes("memory", MEMORY) or 0
-
-
 def larger_table(pair: Pair) -> Table:
     """Losses, memory and disk of both sides."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -62,34 +55,27 @@ def larger_table(pair: Pair) -> Table:
     table.add_row("peak", *(mebibytes(side.peak_bytes) for side in sides))
     table.add_row("  without pages of files", *(mebibytes(side.counted_bytes) for side in sides))
     table.add_row("room on disk", "–", mebibytes(pair.lowtide.disk.room_bytes))
-    table.add_row("activations", *(_activations(side) for side in sides))
+    table.add_row("activations", *(side.disk.activations for side in sides))
     return table
 
 
 def larger_lines(pair: Pair) -> list[str]:
     """What the table comes to. The memory number counts what the kernel cannot drop, so pages of files are left out."""
-    count = PRESETS[PRESET].parameters
     disk = pair.lowtide.disk
     return [
-        f"memory number: {budget_text(pair.lowtide.counted_bytes, budget_bytes())}",
+        f"memory number {budget_text(pair.lowtide.counted_bytes, MEMORY_BYTES)}",
+        f"plain PyTorch needs {pair.plain.counted_bytes / MEMORY_BYTES:.1f} times as much",
         f"disk: {traffic_text(disk.read_bytes, disk.written_bytes, disk.wait_seconds)}",
-        f"plain PyTorch needs {pair.plain.counted_bytes / budget_bytes():.1f} times the memory number, "
-        f"{mebibytes(count * 16)} of it for {count:,} parameters",
     ]
 
 
 def held(pair: Pair) -> bool:
     """Whether lowtide stayed within its memory number."""
-    return pair.lowtide.counted_bytes <= budget_bytes()
+    return pair.lowtide.counted_bytes <= MEMORY_BYTES
 
 
 def closing_line(pair: Pair) -> str:
     """The chapter in one line."""
-    moved = statistics.median(map(sum, zip(pair.lowtide.disk.read_bytes, pair.lowtide.disk.written_bytes, strict=True)))
     verdict = "held" if held(pair) else "EXCEEDED"
-    peaks = f"{mebibytes(pair.lowtide.counted_bytes)}, PyTorch {mebibytes(pair.plain.counted_bytes)}"
-    return f"{MEMORY} {verdict}: {peaks}; {mebibytes(int(moved))} of disk traffic a step"
-
-
-def _activations(side: Side) -> str:
-    return side.disk.activations
+    ours = f"{mebibytes(pair.lowtide.counted_bytes)} of {mebibytes(MEMORY_BYTES)} ({verdict})"
+    return f"{PRESET} {ours}, PyTorch {mebibytes(pair.plain.counted_bytes)}"

@@ -1,7 +1,8 @@
 """How much memory a job used on this host, as the kernel counts it.
 
-Each rank resets the kernel's high-water mark of its resident set when training starts and reads it at the end: exact, and
-free of cost. The peak of the job is the sum of the ranks' peaks minus what that sum counts more than once:
+Each rank resets the kernel's high-water mark of its resident set when training starts (with a memory number, it counts from
+the start of the process) and reads it at the end: exact, and free of cost. The peak of the job is the sum of the ranks'
+peaks minus what that sum counts more than once:
 
 * pages of files that are mapped privately (torch's libraries, the token file): the largest rank's share is counted, once;
 * shared memory: what all ranks together touch, at most its size, once.

@@ -49,7 +49,7 @@ def _tier_lines(result: Result) -> list[str]:
     lines: list[str] = []
     if result.budget_bytes is not None:
         lines += [f"budget     {budget_text(result.counted_bytes, result.budget_bytes)}"]
-    if result.disk_bytes:
+    if any(result.disk_read_bytes) or any(result.disk_written_bytes):
         moved = traffic_text(result.disk_read_bytes, result.disk_written_bytes, result.disk_wait_seconds)
         lines += [f"disk       {mebibytes(result.disk_bytes)} in use; {moved}"]
     if lines:
@@ -61,8 +61,8 @@ def budget_text(counted_bytes: int, budget_bytes: int) -> str:
     """The peak against the memory number, honestly."""
     share = f"{mebibytes(counted_bytes)} of {mebibytes(budget_bytes)} ({counted_bytes / budget_bytes:.0%})"
     if counted_bytes > budget_bytes:
-        return f"EXCEEDED: {share} at the peak"
-    return f"held: {share} at the peak, pages of files not counted"
+        return f"EXCEEDED, peak {share} without pages of files"
+    return f"held, peak {share} without pages of files"
 
 
 def traffic_text(read: list[int], written: list[int], waited: list[float]) -> str:

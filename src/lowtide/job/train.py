@@ -54,7 +54,8 @@ def train(options: Options, member: Member, reporter: Reporter) -> Result:
                 folder=folder,
                 stop=stop,
             )
-            reset_peak()
+            if options.memory is None:  # a memory number holds from the start, so its peak counts from there
+                reset_peak()
             reporter.start(options.steps, limits_of(meter.usage, options))
             try:
                 history = loop.run()

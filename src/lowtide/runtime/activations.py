@@ -18,6 +18,8 @@ from lowtide.runtime.spill import Spill
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.store import Store
 
+_IN_FLIGHT = 256 << 20  # bytes of activations on their way to the disk, and again on their way back, at most
+
 
 class Activations:
     """See the module's docstring."""
@@ -26,7 +28,10 @@ class Activations:
         self, residency: Residency, placer: Placer, budget: Budget, store: Store | None, *, needed: Callable[[Unit], None]
     ) -> None:
         self._placer, self._budget = placer, budget
-        spill = Spill(store, should_spill=lambda _: placer.should_spill()) if store is not None else None
+        spill = None
+        if store is not None:
+            in_flight = _IN_FLIGHT if budget.limit is None else min(_IN_FLIGHT, budget.limit // 32)
+            spill = Spill(store, in_flight_bytes=in_flight, should_spill=lambda _: placer.should_spill())
         self.saved = SavedViews(residency, needed, spill=spill, stays=self._stays_in_memory)
         self._recompute: Recompute | None = None
         self._unit_of: dict[nn.Module, Unit] = {}
@@ -47,6 +52,7 @@ class Activations:
     def enter_model(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
         """The model's forward begins."""
         if self.handled:
+            self._placer.note_activations(self.saved)
             self._placer.enter_model(sum(t.numel() for t in inputs))
             residents = [*model.buffers(), *(p for p in model.parameters() if type(p) is nn.Parameter)]
             self._residents = {t.untyped_storage().data_ptr() for t in residents}

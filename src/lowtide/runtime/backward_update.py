@@ -88,7 +88,8 @@ class BackwardUpdate:
             return
         self._done.add(unit)
         with self._residency.holding(unit):
-            if self._residency.on_disk(unit):
+            # On several ranks only this rank's part is needed, and whether it is whole here depends on timing: no rank may gather.
+            if unit.layout.ranks == 1 and self._residency.on_disk(unit):
                 self._residency.whole(unit)
             self._update.run_unit(self.optimizer, unit, grads)
         unit.version += 1

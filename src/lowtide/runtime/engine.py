@@ -186,7 +186,7 @@ class Engine(Assembly):
         """Autograd has accumulated it."""
         record = self.grads.by_key[key]
         self.trace("gradient", self.name_of[record.param])
-        self.grads.scale = self.scale.value
+        self.grads.divide_by(self.scale.value)
         unit = self.grads.arrived(record)
         self.residency.retry()
         self.budget.look()
@@ -202,7 +202,7 @@ class Engine(Assembly):
 
     def _end_backward(self, _: _Pass) -> None:
         self._backward = None
-        self.grads.scale = self.scale.value
+        self.grads.divide_by(self.scale.value)
         self.grads.finish()
         if self.backward_update is not None:
             self._update_in_backward(self.backward_update.finish)

@@ -93,10 +93,9 @@ class ShelvedGrads:
 
     def move(self, store: Store | None) -> None:
         """Between two steps: into memory (``None``) or into ``store``."""
+        self.shelf.move(store)
         if store is not None:
-            self.shelf.send(store)
             return
-        self.shelf.bring()
         noted, self._noted = self._noted, {}
         for index, changes in noted.items():
             for change in changes:

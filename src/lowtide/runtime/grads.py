@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from lowtide.comm.channel import Channel, Label, Ticket, Wire
 from lowtide.comm.group import Group
-from lowtide.comm.reduce import tree_sum
 from lowtide.errors import Refused
 from lowtide.runtime.grad_store import Segment, ShelvedGrads, all_finite
 from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.reduction import Reduction
 from lowtide.runtime.sharded_grad import GradOwner, ShardedGrad
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit, flat_view
@@ -47,23 +47,6 @@ class GradRecord:
         self.shown: Tensor | None = None  # what param.grad shows when ``store`` is valid
         self.hooked = False
         self.unreduced = False  # ``param.grad`` came from a backward inside no_sync
-
-
-class _Scratch:
-    """Buffers of the reduce thread, grown to the largest unit and reused."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._ledger = ledger
-
-    def get(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer = self._buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < numel:
-            if buffer is not None:
-                self._ledger.remove("buffers in flight", buffer.nbytes)
-            buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype, device=device)
-            self._ledger.add("buffers in flight", buffer.nbytes)
-        return buffer[:numel]
 
 
 class Grads:
@@ -90,7 +73,7 @@ class Grads:
         """With updates in backward: this rank's reduced gradients, by parameter, until ``update`` takes them."""
         self.finite: dict[Unit, bool] = {}
         """And whether they are finite on every rank."""
-        self._scratch = _Scratch(ledger)
+        self._reduction = Reduction(group.size, cut=self._cut, ledger=ledger)
         keys = iter(range(sum(len(u.params) for u in units)))
         self.records: dict[Unit, list[GradRecord]] = {
             u: [GradRecord(u, i, next(keys)) for i in range(len(u.params))] for u in units
@@ -98,12 +81,15 @@ class Grads:
         self.by_param: dict[nn.Parameter, GradRecord] = {r.param: r for rs in self.records.values() for r in rs}
         self.by_key = {r.key: r for r in self.by_param.values()}
         self.sync = True
-        self.scale = 1.0
         self.active = False  # between the first gradient of a backward and its end
         self._order = list(reversed(units))  # in which units are reduced; the same on every rank
         self._seen: list[Unit] | None = []  # in which they became ready in the first backward, until it has been agreed
         self._ready: set[Unit] = set()
         self._tickets: dict[Unit, Ticket[list[bool]]] = {}
+
+    def divide_by(self, scale: float) -> None:
+        """Gradients of this backward were multiplied by ``scale`` on their way."""
+        self._reduction.scale = scale
 
     # -- from autograd ------------------------------------------------------------------------------------------------
 
@@ -229,94 +215,16 @@ class Grads:
         note = bytes(sum(b << i for i, b in enumerate(present[k : k + 8])) for k in range(0, len(present), 8))
         self._trace("reduce", unit.name)
         label = Label("reduce", unit.index, unit.name)
-        self._tickets[unit] = self._channel.submit(label, self._reduction(unit, locals_, add), note)
+        self._tickets[unit] = self._channel.submit(label, self._work(unit, locals_, add), note)
 
-    def _reduction(
-        self, unit: Unit, locals_: list[Tensor | None], add: list[bool]
-    ) -> Callable[[Wire, list[bytes]], list[bool]]:
+    def _work(self, unit: Unit, locals_: list[Tensor | None], add: list[bool]) -> Callable[[Wire, list[bytes]], list[bool]]:
         def work(wire: Wire, notes: list[bytes]) -> list[bool]:
             count = len(locals_)
             union = [any(note[i // 8] >> (i % 8) & 1 for note in notes) for i in range(count)]
-            self._keep(wire, unit, self._segments(wire, unit, union, locals_), add)
+            self._keep(wire, unit, self._reduction.segments(wire, unit, union, locals_), add)
             return union
 
         return work
-
-    def _segments(self, wire: Wire, unit: Unit, union: list[bool], locals_: list[Tensor | None]) -> Iterator[list[Segment]]:
-        """The reduced gradients that this rank keeps, dtype by dtype; each list is valid until the next is asked for."""
-        if wire.world.size == 1 and self.scale == 1.0:
-            yield self._as_they_are(unit, locals_)
-            return
-        for dtype in dict.fromkeys(d.reduce for d, here in zip(unit.dtypes, union, strict=True) if here):
-            chosen = [i for i, here in enumerate(union) if here and unit.dtypes[i].reduce is dtype]
-            total, parts = self._sum(wire, unit, chosen, dtype, locals_)
-            yield self._split(wire, unit, chosen, total, parts)
-
-    def _as_they_are(self, unit: Unit, locals_: list[Tensor | None]) -> list[Segment]:
-        """On one rank without a scale there is nothing to add or multiply: gradients are used where autograd put them."""
-        found: list[Segment] = []
-        for index, local in enumerate(locals_):
-            if local is not None:
-                param = unit.layout.params[index]
-                flat = flat_view(local, param.stride)
-                # The narrower of the two types decides: reduction in a wide type widens and changes nothing else.
-                narrow = unit.dtypes[index].reduce
-                found.append(Segment(index, 0, param.numel, flat if flat.dtype is narrow else flat.to(narrow)))
-                locals_[index] = None
-        return found
-
-    def _sum(
-        self, wire: Wire, unit: Unit, chosen: list[int], dtype: torch.dtype, locals_: list[Tensor | None]
-    ) -> tuple[Tensor, list[int]]:
-        """The sum over all ranks of this rank's pieces of ``chosen``, one after another, and the numel of each rank's."""
-        ranks, layout = wire.shard.size, unit.layout
-        parts = [sum(hi - lo for lo, hi in (layout.piece(i, rank) for i in chosen)) for rank in range(ranks)]
-        device = unit.params[0].device
-        send = self._scratch.get("send", sum(parts), dtype, device)
-        flats = {i: None if (g := locals_[i]) is None else flat_view(g, layout.params[i].stride) for i in chosen}
-        factor = 1.0 / (self._group.size * self.scale)
-        at = 0
-        for rank in range(ranks):
-            for i in chosen:
-                lo, hi = layout.piece(i, rank)
-                _scaled(flats[i], lo, hi, factor, send[at : at + hi - lo])
-                at += hi - lo
-        for i in chosen:
-            locals_[i] = None  # the memory goes as soon as it is packed
-        flats.clear()
-        mine = parts[wire.shard.rank]
-        recv = send
-        if ranks > 1:
-            recv = self._scratch.get("recv", mine * ranks, dtype, device)
-            wire.shard.exchange(send, parts, recv, [mine] * ranks)
-        total = tree_sum([recv[k * mine : (k + 1) * mine] for k in range(ranks)])
-        copies = wire.replicate.size
-        if copies > 1:
-            everyone = self._scratch.get("replicate", mine * copies, dtype, device)
-            everyone[wire.replicate.rank * mine :][:mine].copy_(total)
-            width = mine * dtype.itemsize
-            wire.replicate.gather(everyone.view(torch.uint8), [width * k for k in range(copies + 1)])
-            total = tree_sum([everyone[k * mine : (k + 1) * mine] for k in range(copies)])
-        return total, parts
-
-    def _split(self, wire: Wire, unit: Unit, chosen: list[int], total: Tensor, parts: list[int]) -> list[Segment]:
-        """The sum as segments: of this rank's pieces, or, where gradients are not sharded, of everybody's."""
-        me, ranks = wire.shard.rank, range(wire.shard.size)
-        if self._cut:
-            ranks = range(me, me + 1)
-        elif wire.shard.size > 1:
-            every = self._scratch.get("send", sum(parts), total.dtype, total.device)
-            cuts = [sum(parts[:r]) for r in range(wire.shard.size + 1)]
-            every[cuts[me] : cuts[me + 1]].copy_(total)
-            wire.shard.gather(every.view(torch.uint8), [c * total.dtype.itemsize for c in cuts])
-            total = every
-        at, found = 0, list[Segment]()
-        for rank in ranks:
-            for i in chosen:
-                lo, hi = unit.layout.piece(i, rank)
-                found.append(Segment(i, lo, hi, total[at : at + hi - lo]))
-                at += hi - lo
-        return found
 
     def _keep(self, wire: Wire, unit: Unit, batches: Iterator[list[Segment]], add: list[bool]) -> None:
         """Store reduced gradients where this unit's gradients are kept."""
@@ -342,7 +250,7 @@ class Grads:
         for segments in batches:
             for segment in segments:
                 lo, hi = self.kept_range(unit, segment.index)
-                if (segment.lo, segment.hi) == (lo, hi) and self._group.size == 1 and self.scale == 1.0:
+                if (segment.lo, segment.hi) == (lo, hi) and self._group.size == 1 and self._reduction.scale == 1.0:
                     out[segment.index] = segment.values
                     continue
                 target = out[segment.index]
@@ -439,12 +347,3 @@ class Grads:
                     values = self.piece(record, lo, hi)
                     if values is not None:
                         yield record, lo, values
-
-
-def _scaled(source: Tensor | None, lo: int, hi: int, factor: float, out: Tensor) -> None:
-    if source is None:
-        out.zero_()
-    elif source.dtype is out.dtype:
-        torch.mul(source[lo:hi], factor, out=out)
-    else:  # widen first: a product in the narrow type would round twice
-        out.copy_(source[lo:hi]).mul_(factor)

@@ -132,6 +132,12 @@ class Placer:
             return "disk"
         raise OverBudget("activations of the next unit", self._budget.read() + expected, self._budget.limit or 0, unit.name)
 
+    def note_activations(self, saved: SavedViews) -> None:
+        """A pass is over: remember what each unit's activations take."""
+        for unit in self._units:
+            self._activations[unit.index] = max(self._activations[unit.index], saved.saved_bytes.get(unit, 0))
+        saved.saved_bytes.clear()
+
     # -- between steps ------------------------------------------------------------------------------------------------
 
     def after_step(self, saved: SavedViews, residency: Residency, grads: Grads, update: Update) -> None:
@@ -139,9 +145,7 @@ class Placer:
         self._steps += 1
         if self._needs is None:
             return
-        for unit in self._units:
-            self._activations[unit.index] = max(self._activations[unit.index], saved.saved_bytes.get(unit, 0))
-        saved.saved_bytes.clear()
+        self.note_activations(saved)
         peak = self._budget.peak
         overdrawn = peak > self._needs.budget - self._needs.slack // 2
         if self._steps <= _LEARNING_STEPS or overdrawn:

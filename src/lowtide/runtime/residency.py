@@ -14,7 +14,6 @@ States of a unit, and what occupies memory in each:
 from __future__ import annotations
 
 import enum
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -24,17 +23,17 @@ from torch import Tensor, nn
 
 from lowtide.comm.channel import Channel, Label, Ticket, Wire
 from lowtide.comm.group import Group
-from lowtide.errors import InternalError, OverBudget, Refused
+from lowtide.errors import InternalError, Refused
 from lowtide.runtime.evicted import EvictedParameter, placeholder
 from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.slots import SlotLease, Slots
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit
-from lowtide.tiers.arena import Arena, ArenaFull, Block
+from lowtide.tiers.arena import Arena, Block
 from lowtide.tiers.shelf import Lease, Shelf, View
 from lowtide.tiers.store import IOTicket, Key, Priority, Store
 
 _KEEP = 1  # how many unpinned whole units may stay in case they come again; the least recently used goes first
-_WAIT = 300.0  # seconds to wait for a slot whose unit is being written back
 
 
 class State(enum.Enum):
@@ -64,19 +63,10 @@ class _Place:
         self.permanent = False
         self.versions: list[int] = []  # of the parameters when they were attached
 
-
-class _SlotLease:
-    """A lease on a chunk of a unit that is whole in a slot: changes go from there to the home."""
-
-    def __init__(self, place: _Place, chunk: int, tensor: Tensor) -> None:
-        self._place, self._chunk, self._tensor = place, chunk, tensor
-
-    def wait(self) -> Tensor:
-        return self._tensor
-
-    def close(self, *, changed: bool) -> None:
-        if changed:
-            self._place.writes.append(self._place.home.write(self._chunk, self._tensor))
+    def full_slot(self) -> Block:
+        if self.slot is None:
+            raise InternalError(f"the {self.home.key} is whole without a slot")
+        return self.slot
 
 
 class Residency:
@@ -97,7 +87,7 @@ class Residency:
         self._units = units
         self._group = group
         self._channel = channel
-        self._homes, self._slots = homes, slots
+        self._homes, self._slots = homes, Slots(slots, ledger)
         self._ledger = ledger
         self._trace = trace
         self._places: dict[Unit, _Place] = {}
@@ -135,16 +125,15 @@ class Residency:
         if home is not None and hi - lo == unit.layout.nbytes:
             _fill(unit.views(home.tensor), values)
         else:
-            slot = self._slots.take_or_wait(unit.layout.nbytes, _WAIT)
-            self._ledger.add("slots", slot.nbytes)
+            slot = self._slots.wait_for(unit)
             _fill(unit.views(slot.tensor), values)
             if home is not None:
                 home.tensor[: hi - lo].copy_(slot.tensor[lo:hi])
-            self._give_slot(slot, place.home.save(slot.tensor[lo:hi]) if home is None else [])
+            self._slots.give(slot, place.home.save(slot.tensor[lo:hi]) if home is None else [])
         if place.permanent and home is not None:
             self._attach(unit, place, home)
         else:
-            self._evict(unit)
+            _evict(unit)
 
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
@@ -182,10 +171,10 @@ class Residency:
             place.slot, place.state = home.block, State.WHOLE
             self._by_address[home.block.tensor.data_ptr()] = unit
             return True
-        slot = self._take_slot(unit, urgent=priority is Priority.NOW)
+        urgent = priority is Priority.NOW
+        slot = self._slots.take(unit, lambda: self._make_room(guesses_too=urgent), urgent=urgent)
         if slot is None:
             return False
-        self._ledger.add("slots", slot.nbytes)
         self._by_address[slot.tensor.data_ptr()] = unit
         place.slot, place.state = slot, State.ARRIVING
         lo, hi = place.covers
@@ -202,8 +191,7 @@ class Residency:
             self._trace("prefetch", unit.name)
             self._bring(unit, Priority.NOW)
         if place.state is State.ARRIVING:
-            for read in place.reads:
-                read.wait()
+            _wait_all(place.reads)
             if place.gather is not None:
                 place.gather.wait()
             place.reads, place.gather = [], None
@@ -214,9 +202,7 @@ class Residency:
         self._recent[unit] = None
         self._recent.move_to_end(unit)
         self._shrink(protect=unit)
-        if place.slot is None:
-            raise InternalError(f"unit {unit.name!r} is whole without a slot")
-        return place.slot.tensor
+        return place.full_slot().tensor
 
     def pin(self, unit: Unit) -> None:
         """Make ``unit``'s parameters usable until as many ``unpin`` calls follow."""
@@ -231,9 +217,7 @@ class Residency:
         except BaseException:
             place.pins -= 1
             raise
-        if place.slot is None:
-            raise InternalError(f"unit {unit.name!r} is whole without a slot")
-        self._attach(unit, place, place.slot)
+        self._attach(unit, place, place.full_slot())
 
     def unpin(self, unit: Unit) -> None:
         """Undo one ``pin``. The last one evicts the parameters; the bytes stay for a while."""
@@ -243,8 +227,8 @@ class Residency:
         place.pins -= 1
         if place.pins:
             return
-        lost = self._lost_write(unit, place)
-        self._evict(unit)
+        lost = _lost_write(unit, place)
+        _evict(unit)
         place.state = State.WHOLE
         self._trace("release", unit.name)
         self._shrink()
@@ -256,23 +240,15 @@ class Residency:
 
     def unpin_all(self) -> None:
         """Evict every unit, whoever had pinned it."""
-        for unit in self._units:
-            place = self._places[unit]
+        for unit, place in self._places.items():
             if place.pins:
-                place.pins = 0
-                self._evict(unit)
-                place.state = State.WHOLE
+                _evict(unit)
+                place.pins, place.state = 0, State.WHOLE
         self.forget()
 
     def accept_writes(self, unit: Unit) -> None:
         """What was written to a pinned unit has been kept."""
         self._places[unit].versions = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
-
-    def _lost_write(self, unit: Unit, place: _Place) -> str | None:
-        if place.slot is place.home.block:
-            return None
-        now = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
-        return next((n for n, was, is_ in zip(unit.names, place.versions, now, strict=True) if was != is_), None)
 
     def forget(self, units: Iterable[Unit] | None = None) -> None:
         """Let go of whole copies that are not pinned: their values are about to be, or were, replaced."""
@@ -304,7 +280,7 @@ class Residency:
         if place.home.block is not None:
             return View(place.home.block.tensor[lo - place.covers[0] : hi - place.covers[0]])
         if place.slot is not None and place.state is not State.ARRIVING:
-            return _SlotLease(place, index, place.slot.tensor[lo:hi])
+            return SlotLease(place.home, index, place.slot.tensor[lo:hi], place.writes)
         return place.home.open(index, buffers, priority)
 
     @contextmanager
@@ -315,20 +291,18 @@ class Residency:
             yield place.home.block.tensor[: place.home.nbytes]
             return
         self.forget([unit])
-        block = self._take_slot(unit, urgent=True)
+        block = self._slots.take(unit, lambda: self._make_room(guesses_too=True), urgent=True)
         if block is None:
             raise InternalError("no slot for an urgent request")
-        self._ledger.add("slots", block.nbytes)
         bytes_ = block.tensor[: place.home.nbytes]
         writes: list[IOTicket] = []
         try:
-            for read in place.home.fetch(bytes_, Priority.NOW):
-                read.wait()
+            _wait_all(place.home.fetch(bytes_, Priority.NOW))
             yield bytes_
             writes = place.home.save(bytes_) if write else []
         finally:
             del bytes_
-            self._give_slot(block, writes)
+            self._slots.give(block, writes)
 
     @contextmanager
     def holding(self, unit: Unit) -> Generator[None]:
@@ -353,10 +327,7 @@ class Residency:
         place = self._places[unit]
         self.forget([unit])
         before = place.home.block
-        if store is None:
-            place.home.bring()
-        else:
-            place.home.send(store)
+        place.home.move(store)
         after = place.home.block
         self._ledger.add(
             "parameters", (after.nbytes if after is not None else 0) - (before.nbytes if before is not None else 0)
@@ -377,9 +348,7 @@ class Residency:
     def write_back(self, unit: Unit) -> None:
         """Make rank 0's view of a pinned unit the values of every rank."""
         place = self._places[unit]
-        if place.slot is None:
-            raise InternalError(f"unit {unit.name!r} is pinned without a slot")
-        whole = place.slot.tensor[: unit.layout.nbytes]
+        whole = place.full_slot().tensor[: unit.layout.nbytes]
         self._channel.run(Label("write", unit.index, unit.name), lambda wire, _: wire.world.broadcast(whole))
         lo, hi = place.covers
         if place.home.block is None:
@@ -392,9 +361,7 @@ class Residency:
         place = self._places[unit]
         if place.state is not State.ATTACHED:
             return
-        if place.slot is None:
-            raise InternalError(f"unit {unit.name!r} is attached without a slot")
-        base = place.slot.tensor.data_ptr()
+        base = place.full_slot().tensor.data_ptr()
         for name, param, shape, offset in zip(unit.names, unit.params, unit.layout.params, unit.layout.offsets, strict=True):
             if shape.numel and param.data_ptr() != base + offset:
                 raise Refused(
@@ -414,12 +381,6 @@ class Residency:
         self.accept_writes(unit)
         self._trace("attach", unit.name)
 
-    def _evict(self, unit: Unit) -> None:
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for param, dtype in zip(unit.params, unit.dtypes, strict=True):
-                param.data = placeholder(param.shape, dtype.param, param.device)
-                param.__class__ = EvictedParameter
-
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _idle(self, protect: Unit | None = None) -> list[Unit]:
@@ -431,47 +392,13 @@ class Residency:
         for unit in idle[: max(0, len(idle) - _KEEP)]:
             self._drop(unit)
 
-    def _take_slot(self, unit: Unit, *, urgent: bool) -> Block | None:
-        """A slot for ``unit``. What nobody uses makes room; if it is urgent, so do guesses, and write-backs are awaited."""
-        nbytes = unit.layout.nbytes
-        while True:
-            try:
-                return self._slots.take(nbytes)
-            except ArenaFull:
-                guesses = [u for u in self._guessed if urgent and self._places[u].state is not State.HOME]
-                victim = next(iter((*self._idle(), *guesses)), None)
-            if victim is not None:
-                self._drop(victim)
-            elif not urgent:
-                return None
-            else:
-                return self._wait_for_slot(unit)
-
-    def _wait_for_slot(self, unit: Unit) -> Block:
-        busy = any(not w.done for p in self._places.values() for w in p.writes) or self._slots.taken_bytes
-        try:
-            return self._slots.take_or_wait(unit.layout.nbytes, _WAIT if busy else 0.0)
-        except ArenaFull as full:
-            raise OverBudget("slots for units in use", unit.layout.nbytes, self._slots.capacity or 0, unit.name) from full
-
-    def _give_slot(self, slot: Block, under_way: Iterable[IOTicket]) -> None:
-        """Return a slot to the arena once nothing reads or writes it any more."""
-        waiting = [t for t in under_way if not t.done]
-        left, lock = len(waiting), threading.Lock()
-
-        def done() -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                if left > 0:
-                    return
-            self._ledger.remove("slots", slot.nbytes)
-            self._slots.give(slot)
-
-        if not waiting:
-            done()
-        for ticket in waiting:
-            ticket.on_done(done)
+    def _make_room(self, *, guesses_too: bool) -> bool:
+        """Let go of a whole unit that nobody uses, or of a guess; whether there was one."""
+        guesses = (u for u in self._guessed if guesses_too and self._places[u].state is not State.HOME)
+        victim = next(iter((*self._idle(), *guesses)), None)
+        if victim is not None:
+            self._drop(victim)
+        return victim is not None
 
     def _drop(self, unit: Unit) -> None:
         place = self._places[unit]
@@ -485,8 +412,27 @@ class Residency:
             return
         self._by_address.pop(slot.tensor.data_ptr(), None)
         if slot is not place.home.block:
-            self._give_slot(slot, under_way)
+            self._slots.give(slot, under_way)
             self._trace("drop", unit.name)
+
+
+def _evict(unit: Unit) -> None:
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for param, dtype in zip(unit.params, unit.dtypes, strict=True):
+            param.data = placeholder(param.shape, dtype.param, param.device)
+            param.__class__ = EvictedParameter
+
+
+def _lost_write(unit: Unit, place: _Place) -> str | None:
+    if place.slot is place.home.block:
+        return None
+    now = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
+    return next((n for n, was, is_ in zip(unit.names, place.versions, now, strict=True) if was != is_), None)
+
+
+def _wait_all(tickets: Iterable[IOTicket]) -> None:
+    for ticket in tickets:
+        ticket.wait()
 
 
 def _fill(views: Sequence[Tensor], flat_values: Sequence[Tensor]) -> None:
@@ -499,8 +445,7 @@ def _gather(unit: Unit, whole: Tensor, place: _Place) -> Callable[[Wire, list[by
     reads, home = place.reads, place.home.block
 
     def work(wire: Wire, _: list[bytes]) -> None:
-        for read in reads:
-            read.wait()
+        _wait_all(reads)
         if home is not None:
             whole[lo:hi].copy_(home.tensor[: hi - lo])
         wire.shard.gather(whole[: unit.layout.nbytes], unit.layout.cuts)

@@ -26,28 +26,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.errors import Error
+from lowtide.errors import ChangedInPlace
 from lowtide.tiers.arena import Arena, Block
 from lowtide.tiers.store import ALIGNMENT, Extent, IOTicket, Key, Priority, Store
+from lowtide.torch_internals import version_counter
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _BLOCK = 1 << 20  # bytes per request; only the last, partial one of a tensor is copied before it is written
 _CLASSES_PER_DOUBLING = 8  # room is reserved in sizes that differ by at most an eighth, so that other shapes reuse it
-
-
-@dataclass(eq=False)
-class ChangedInPlace(Error, RuntimeError):
-    """A tensor that backward needs was changed after forward saved it."""
-
-    tensor: str
-    version: int
-    expected: int
-
-    def __str__(self) -> str:
-        return (
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: {self.tensor} "
-            f"is at version {self.version}; expected version {self.expected}. Use an operation that is not in place, or clone."
-        )
 
 
 def check_version(now: int, expected: int, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -134,7 +120,7 @@ class Spilled:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.version = tensor._version  # pyright: ignore[reportPrivateUsage]
-        self.counter = _version_counter(tensor)
+        self.counter = version_counter(tensor)
         stored.handles.add(self)
 
     def unpack(self) -> Tensor:
@@ -384,13 +370,6 @@ def _span(tensor: Tensor) -> tuple[int, int] | None:
 def _bytes_of(storage: torch.UntypedStorage, lo: int, hi: int) -> Tensor:
     with torch.no_grad():
         return torch.empty(0, dtype=torch.uint8).set_(storage, lo, (hi - lo,), (1,))
-
-
-def _version_counter(tensor: Tensor) -> Tensor:
-    """A tensor without memory that shares the version counter of ``tensor``."""
-    counter = tensor.detach()
-    Tensor.data.__set__(counter, torch.empty(0, dtype=tensor.dtype))  # type: ignore[attr-defined]
-    return counter
 
 
 def _cuts(nbytes: int) -> tuple[int, ...]:

@@ -231,10 +231,7 @@ class UnitStream:
     def move(self, store: Store | None) -> None:
         """Between two steps: masters and states into memory (``None``) or into ``store``."""
         for kind in self._kinds.values():
-            if store is None:
-                kind.shelf.bring()
-            else:
-                kind.shelf.send(store)
+            kind.shelf.move(store)
 
     # -- state_dicts --------------------------------------------------------------------------------------------------
 

@@ -140,8 +140,15 @@ class Shelf:
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
+    def move(self, store: Store | None) -> None:
+        """Into memory (``None``) or into ``store``. Nobody may hold a lease or a view."""
+        if store is None:
+            self.bring()
+        else:
+            self.send(store)
+
     def bring(self) -> None:
-        """Move the shelf into memory, for good. Nobody may hold a lease."""
+        """Move the shelf into memory, for good."""
         if self.block is not None:
             return
         store, extent = self._stored()
@@ -153,7 +160,7 @@ class Shelf:
         self._extent, self.block = None, block
 
     def send(self, store: Store) -> None:
-        """Move the shelf into ``store``. Nobody may hold a lease or a view."""
+        """Move the shelf into ``store``."""
         if self.block is None:
             return
         block, self._store = self.block, store

@@ -1,0 +1,126 @@
+"""The sum of a unit's gradients over all ranks: multiplied by 1/W, exchanged, added along one fixed tree, and cut again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowtide.comm.channel import Wire
+from lowtide.comm.reduce import tree_sum
+from lowtide.runtime.grad_store import Segment
+from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.unit import Unit, flat_view
+
+
+class _Scratch:
+    """Buffers of the reduce thread, grown to the largest unit and reused."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._ledger = ledger
+
+    def get(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < numel:
+            if buffer is not None:
+                self._ledger.remove("buffers in flight", buffer.nbytes)
+            buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype, device=device)
+            self._ledger.add("buffers in flight", buffer.nbytes)
+        return buffer[:numel]
+
+
+class Reduction:
+    """``cut``: whether a rank keeps only its part of the sum. Runs on the reduce channel's thread."""
+
+    def __init__(self, ranks: int, *, cut: bool, ledger: Ledger) -> None:
+        self._ranks, self._cut = ranks, cut
+        self._scratch = _Scratch(ledger)
+        self.scale = 1.0
+        """By which gradients were multiplied on their way, and are divided here."""
+
+    def segments(self, wire: Wire, unit: Unit, union: list[bool], locals_: list[Tensor | None]) -> Iterator[list[Segment]]:
+        """The reduced gradients that this rank keeps, dtype by dtype; each list is valid until the next is asked for."""
+        if wire.world.size == 1 and self.scale == 1.0:
+            yield self._as_they_are(unit, locals_)
+            return
+        for dtype in dict.fromkeys(d.reduce for d, here in zip(unit.dtypes, union, strict=True) if here):
+            chosen = [i for i, here in enumerate(union) if here and unit.dtypes[i].reduce is dtype]
+            total, parts = self._sum(wire, unit, chosen, dtype, locals_)
+            yield self._split(wire, unit, chosen, total, parts)
+
+    def _as_they_are(self, unit: Unit, locals_: list[Tensor | None]) -> list[Segment]:
+        """On one rank without a scale there is nothing to add or multiply: gradients are used where autograd put them."""
+        found: list[Segment] = []
+        for index, local in enumerate(locals_):
+            if local is not None:
+                param = unit.layout.params[index]
+                flat = flat_view(local, param.stride)
+                # The narrower of the two types decides: reduction in a wide type widens and changes nothing else.
+                narrow = unit.dtypes[index].reduce
+                found.append(Segment(index, 0, param.numel, flat if flat.dtype is narrow else flat.to(narrow)))
+                locals_[index] = None
+        return found
+
+    def _sum(
+        self, wire: Wire, unit: Unit, chosen: list[int], dtype: torch.dtype, locals_: list[Tensor | None]
+    ) -> tuple[Tensor, list[int]]:
+        """The sum over all ranks of this rank's pieces of ``chosen``, one after another, and the numel of each rank's."""
+        ranks, layout = wire.shard.size, unit.layout
+        parts = [sum(hi - lo for lo, hi in (layout.piece(i, rank) for i in chosen)) for rank in range(ranks)]
+        device = unit.params[0].device
+        send = self._scratch.get("send", sum(parts), dtype, device)
+        flats = {i: None if (g := locals_[i]) is None else flat_view(g, layout.params[i].stride) for i in chosen}
+        factor = 1.0 / (self._ranks * self.scale)
+        at = 0
+        for rank in range(ranks):
+            for i in chosen:
+                lo, hi = layout.piece(i, rank)
+                _scaled(flats[i], lo, hi, factor, send[at : at + hi - lo])
+                at += hi - lo
+        for i in chosen:
+            locals_[i] = None  # the memory goes as soon as it is packed
+        flats.clear()
+        mine = parts[wire.shard.rank]
+        recv = send
+        if ranks > 1:
+            recv = self._scratch.get("recv", mine * ranks, dtype, device)
+            wire.shard.exchange(send, parts, recv, [mine] * ranks)
+        total = tree_sum([recv[k * mine : (k + 1) * mine] for k in range(ranks)])
+        copies = wire.replicate.size
+        if copies > 1:
+            everyone = self._scratch.get("replicate", mine * copies, dtype, device)
+            everyone[wire.replicate.rank * mine :][:mine].copy_(total)
+            width = mine * dtype.itemsize
+            wire.replicate.gather(everyone.view(torch.uint8), [width * k for k in range(copies + 1)])
+            total = tree_sum([everyone[k * mine : (k + 1) * mine] for k in range(copies)])
+        return total, parts
+
+    def _split(self, wire: Wire, unit: Unit, chosen: list[int], total: Tensor, parts: list[int]) -> list[Segment]:
+        """The sum as segments: of this rank's pieces, or, where gradients are not sharded, of everybody's."""
+        me, ranks = wire.shard.rank, range(wire.shard.size)
+        if self._cut:
+            ranks = range(me, me + 1)
+        elif wire.shard.size > 1:
+            every = self._scratch.get("send", sum(parts), total.dtype, total.device)
+            cuts = [sum(parts[:r]) for r in range(wire.shard.size + 1)]
+            every[cuts[me] : cuts[me + 1]].copy_(total)
+            wire.shard.gather(every.view(torch.uint8), [c * total.dtype.itemsize for c in cuts])
+            total = every
+        at, found = 0, list[Segment]()
+        for rank in ranks:
+            for i in chosen:
+                lo, hi = unit.layout.piece(i, rank)
+                found.append(Segment(i, lo, hi, total[at : at + hi - lo]))
+                at += hi - lo
+        return found
+
+
+def _scaled(source: Tensor | None, lo: int, hi: int, factor: float, out: Tensor) -> None:
+    if source is None:
+        out.zero_()
+    elif source.dtype is out.dtype:
+        torch.mul(source[lo:hi], factor, out=out)
+    else:  # widen first: a product in the narrow type would round twice
+        out.copy_(source[lo:hi]).mul_(factor)

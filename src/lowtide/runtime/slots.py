@@ -1,0 +1,80 @@
+"""Slots: places where units are whole for a while, given back when nothing reads or writes them any more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from lowtide.errors import OverBudget
+from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.unit import Unit
+from lowtide.tiers.arena import Arena, ArenaFull, Block
+from lowtide.tiers.shelf import Shelf
+from lowtide.tiers.store import IOTicket
+
+_WAIT = 300.0  # seconds to wait for a slot whose unit is being written back
+
+
+class Slots:
+    """An arena's blocks, counted in the ledger."""
+
+    def __init__(self, arena: Arena, ledger: Ledger) -> None:
+        self._arena, self._ledger = arena, ledger
+
+    def take(self, unit: Unit, make_room: Callable[[], bool], *, urgent: bool) -> Block | None:
+        """A slot for ``unit``. ``make_room`` lets go of another one and says whether it could; if it cannot, an urgent request
+        waits for slots that are being written back, and another gets none."""
+        while True:
+            try:
+                return self._counted(self._arena.take(unit.layout.nbytes))
+            except ArenaFull:
+                if make_room():
+                    continue
+                return self.wait_for(unit) if urgent else None
+
+    def wait_for(self, unit: Unit) -> Block:
+        """A slot for ``unit``, when there is one."""
+        try:
+            return self._counted(self._arena.take_or_wait(unit.layout.nbytes, _WAIT if self._arena.taken_bytes else 0.0))
+        except ArenaFull as full:
+            capacity = self._arena.capacity or 0
+            raise OverBudget("slots for units in use", unit.layout.nbytes, capacity, unit.name) from full
+
+    def give(self, slot: Block, under_way: Iterable[IOTicket] = ()) -> None:
+        """Return a slot once what is under way in it is done."""
+        waiting = [t for t in under_way if not t.done]
+        left, lock = len(waiting), threading.Lock()
+
+        def done() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left > 0:
+                    return
+            self._ledger.remove("slots", slot.nbytes)
+            self._arena.give(slot)
+
+        if not waiting:
+            done()
+        for ticket in waiting:
+            ticket.on_done(done)
+
+    def _counted(self, slot: Block) -> Block:
+        self._ledger.add("slots", slot.nbytes)
+        return slot
+
+
+class SlotLease:
+    """A lease on a chunk of a unit that is whole in a slot: changes go from there to the home."""
+
+    def __init__(self, home: Shelf, chunk: int, tensor: Tensor, writes: list[IOTicket]) -> None:
+        self._home, self._chunk, self._tensor, self._writes = home, chunk, tensor, writes
+
+    def wait(self) -> Tensor:
+        return self._tensor
+
+    def close(self, *, changed: bool) -> None:
+        if changed:
+            self._writes.append(self._home.write(self._chunk, self._tensor))
