@@ -26,7 +26,7 @@ from lowtide.comm.group import Group
 from lowtide.errors import InternalError, Refused
 from lowtide.runtime.evicted import EvictedParameter, placeholder
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.slots import SlotLease, Slots
+from lowtide.runtime.slots import SlotLease, Slots, wait_all
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.arena import Arena, Block
@@ -191,7 +191,7 @@ class Residency:
             self._trace("prefetch", unit.name)
             self._bring(unit, Priority.NOW)
         if place.state is State.ARRIVING:
-            _wait_all(place.reads)
+            wait_all(place.reads)
             if place.gather is not None:
                 place.gather.wait()
             place.reads, place.gather = [], None
@@ -297,7 +297,7 @@ class Residency:
         bytes_ = block.tensor[: place.home.nbytes]
         writes: list[IOTicket] = []
         try:
-            _wait_all(place.home.fetch(bytes_, Priority.NOW))
+            wait_all(place.home.fetch(bytes_, Priority.NOW))
             yield bytes_
             writes = place.home.save(bytes_) if write else []
         finally:
@@ -430,11 +430,6 @@ def _lost_write(unit: Unit, place: _Place) -> str | None:
     return next((n for n, was, is_ in zip(unit.names, place.versions, now, strict=True) if was != is_), None)
 
 
-def _wait_all(tickets: Iterable[IOTicket]) -> None:
-    for ticket in tickets:
-        ticket.wait()
-
-
 def _fill(views: Sequence[Tensor], flat_values: Sequence[Tensor]) -> None:
     for view, value in zip(views, flat_values, strict=True):
         view.copy_(value.as_strided(view.shape, view.stride()))
@@ -445,7 +440,7 @@ def _gather(unit: Unit, whole: Tensor, place: _Place) -> Callable[[Wire, list[by
     reads, home = place.reads, place.home.block
 
     def work(wire: Wire, _: list[bytes]) -> None:
-        _wait_all(reads)
+        wait_all(reads)
         if home is not None:
             whole[lo:hi].copy_(home.tensor[: hi - lo])
         wire.shard.gather(whole[: unit.layout.nbytes], unit.layout.cuts)

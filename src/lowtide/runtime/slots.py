@@ -78,3 +78,8 @@ class SlotLease:
     def close(self, *, changed: bool) -> None:
         if changed:
             self._writes.append(self._home.write(self._chunk, self._tensor))
+
+
+def wait_all(tickets: Iterable[IOTicket]) -> None:
+    for ticket in tickets:
+        ticket.wait()
