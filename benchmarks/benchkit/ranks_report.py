@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchkit.stats import interval
+from benchkit.stats import interval, interval_name, quiet_rounds
 
 LABELS = {
     "alone": "no communication",
@@ -40,25 +40,12 @@ VERSUS = (
     ("lowtide-3", "deepspeed-3"),
 )
 
-MINIMUM_QUIET_ROUNDS = 3
-ROUNDS_FOR_95_PERCENT = 6
-
 Records = Sequence[tuple[str, dict[str, Any]]]
 
 
 def _per_step(record: dict[str, Any], key: str, keep: Sequence[int]) -> list[float]:
     """Seconds per step in the rounds to keep: ranks wait for each other, so the slower one counts."""
     return [max(sum(rank) / len(rank) for rank in record[key][index]) for index in keep]
-
-
-def _quiet_rounds(members: Sequence[dict[str, Any]], quiet_share: float) -> list[int]:
-    """The rounds of one group in which no turn was disturbed by other processes, or all if there are fewer than three.
-
-    Chosen by what others did to the machine, never by a result."""
-    alive = [m for m in members if m["failure"] is None]
-    count = min((len(m["rounds"]) for m in alive), default=0)
-    quiet = [i for i in range(count) if all(m["foreign_cpu_shares"][i] <= quiet_share for m in alive)]
-    return quiet if len(quiet) >= MINIMUM_QUIET_ROUNDS else list(range(count))
 
 
 def _worst(record: dict[str, Any], key: str) -> int:
@@ -140,7 +127,7 @@ def _versus(systems: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def summary(records: Records, *, reference: str, quiet_share: float) -> dict[str, Any]:
     """One entry per system, in the order of what it shards; DDP's rounds of all groups are joined."""
     numbers = sorted({record["group"] for _, record in records})
-    keep = {n: _quiet_rounds([r for _, r in records if r["group"] == n], quiet_share) for n in numbers}
+    keep = {n: quiet_rounds([r for _, r in records if r["group"] == n], quiet_share) for n in numbers}
     measured = [(name, _kept(record, keep[record["group"]])) for name, record in records]
     bases = {record["group"]: record for name, record in measured if name == reference}
     joined = _join([record for name, record in measured if name == reference])
@@ -225,13 +212,7 @@ def _counts(result: dict[str, Any]) -> list[int]:
 
 
 def _interval_name(result: dict[str, Any]) -> str:
-    """With few rounds the bootstrap gives their range, which is less than a 95 % interval; see `Interval`."""
-    fewest = min(_counts(result), default=result["rounds"])
-    return (
-        "95 % bootstrap interval"
-        if fewest >= ROUNDS_FOR_95_PERCENT
-        else f"range over rounds ({1 - 2.0 ** (1 - fewest):.0%} coverage)"
-    )
+    return interval_name(min(_counts(result), default=result["rounds"]))
 
 
 def _rounds(result: dict[str, Any]) -> str:

@@ -8,12 +8,13 @@ import os
 import select
 import subprocess
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).resolve().parent.parent / "workers" / "rank.py"
-PSS_SAMPLE_SECONDS = 0.05
+SAMPLE_SECONDS = 0.05
 GRACE_SECONDS = 5.0
 
 
@@ -31,6 +32,9 @@ class Job:
     world_size: int
     shape: Any
     deadline_seconds: float
+    worker: Path = WORKER
+    threads: int = 1
+    options: dict[str, Any] = field(default_factory=dict)  # what only this worker's order has
 
 
 @dataclass
@@ -56,11 +60,12 @@ class Team:
             "world_size": job.world_size,
             "rendezvous": str(folder / "rendezvous"),
             "shape": asdict(job.shape),
+            **job.options,
         }
         environment = {
             **os.environ,
             "PYTHONPATH": job.python_path,
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(job.threads),
             "GLOO_SOCKET_IFNAME": "lo",
             # DeepSpeed reads these even when a process group exists.
             "RANK": str(rank),
@@ -74,7 +79,7 @@ class Team:
         log = folder / f"rank{rank}.log"
         with log.open("wb") as stderr:
             process = subprocess.Popen(
-                [job.python, str(WORKER), json.dumps(order)],
+                [job.python, str(job.worker), json.dumps(order)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -135,15 +140,22 @@ class Team:
 
     def pss_peak_while_answering(self) -> tuple[list[dict[str, Any]], list[int]]:
         """Answers of an order that was told before, and each rank's highest Pss meanwhile, sampled from outside."""
+        return self._peak_while_answering(_pss_bytes)
+
+    def private_peak_while_answering(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """The same with anonymous and shared memory, which no kernel counter keeps the peak of."""
+        return self._peak_while_answering(_not_of_files_bytes)
+
+    def _peak_while_answering(self, read: Callable[[int], int]) -> tuple[list[dict[str, Any]], list[int]]:
         peaks = [0] * self.job.world_size
         streams = [rank.process.stdout for rank in self._ranks if rank.process.stdout is not None]
         give_up = time.monotonic() + self.job.deadline_seconds
         while len(select.select(streams, [], [], 0)[0]) < len(streams) and time.monotonic() < give_up:
             if any(rank.process.poll() is not None for rank in self._ranks):
                 break
-            time.sleep(PSS_SAMPLE_SECONDS)
+            time.sleep(SAMPLE_SECONDS)
             for index, rank in enumerate(self._ranks):
-                peaks[index] = max(peaks[index], _pss_bytes(rank.process.pid))
+                peaks[index] = max(peaks[index], read(rank.process.pid))
         return self.answers(), peaks
 
     def cpu_seconds(self) -> float:
@@ -165,6 +177,14 @@ def _pss_bytes(pid: int) -> int:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), 0)
     except OSError:
         return 0  # the process has just ended: `answers` reports why
+
+
+def _not_of_files_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(("RssAnon:", "RssShmem:")))
+    except OSError:
+        return 0
 
 
 def _cpu_seconds(pid: int) -> float:

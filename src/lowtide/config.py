@@ -292,7 +292,7 @@ def build_config(
         raise ArgumentError("activations='disk' needs a folder: give disk='/a/folder'.")
     when = Update(update) if isinstance(update, str) else update
     parsed = parse_stage(stage, world_size)
-    if world_size == 1 and (folders or when.in_backward):
+    if world_size == 1 and (folders or when.in_backward or device_memory is not None):
         parsed = STAGES[3]  # nothing is cut on one rank; units come and go as at stage 3
     return Config(
         stage=parsed,

@@ -65,6 +65,18 @@ def test_hf_finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "it goes on:" in output
 
 
+def test_out_of_core() -> None:
+    """In a process of its own: the memory number is the whole process'."""
+    output = _run(sys.executable, "examples/out_of_core.py", "--steps", "2")
+    losses = _losses(output)
+    assert losses[1] < losses[0]
+    in_use = [(int(host), int(disk)) for host, disk in re.findall(r"host (\d+) MiB   disk (\d+) MiB", output)]
+    assert len(in_use) == 2
+    assert max(host for host, _ in in_use) < 640
+    assert min(disk for _, disk in in_use) > 600
+    assert "1537 MiB of parameters, gradients and averages, memory number 640MiB" in output
+
+
 @pytest.mark.timeout(300)  # five processes: a quarter of a minute, more on a busy machine
 def test_image_five_nodes() -> None:
     pytest.importorskip("sklearn")

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_ctrl_c_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    code = """if True:
+        from pathlib import Path
+        from lowtide.job.larger import run_on_disk
+        from lowtide.job.options import Options
+        run_on_disk(Options(model="tests.job.specimens:tiny_gpt", steps=10**6, synthetic=True), Path("spool"))
+    """
+    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    story = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=surroundings, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("spool/lowtide-demo-*/lowtide-*")):  # the job's own folder: it has come to training
+        assert story.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    story.send_signal(signal.SIGINT)
+    _, err = story.communicate(timeout=60)
+    assert err.endswith("KeyboardInterrupt\n")
+    assert list((tmp_path / "spool").iterdir()) == []
 
 
 @pytest.mark.timeout(300)  # eight processes that import torch: half a minute, more on a busy machine

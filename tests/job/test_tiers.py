@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rich.console import Console
 from lowtide.cli.main import run
 from lowtide.job.gauges import Gauge, Limits, gauge_row
 from lowtide.job.memory import RankMemory, SharedPages, counted_peak
+from lowtide.job.models import build_model
 from lowtide.job.options import Options
 from lowtide.job.progress import Bar, Lines, Reporter
 from lowtide.job.records import SUMMARY, Result, StepRecord
@@ -77,13 +79,14 @@ def test_a_preset_within_a_memory_number_gives_the_same_losses(spool: Path, capf
     assert list(spool.iterdir()) == []
 
 
-def test_two_ranks_add_up_what_they_moved(spool: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    plain = _train(capfd, *TINY_GPT, "--steps", "2", "--ranks", "2")
-    ours = _train(capfd, *TINY_GPT, "--steps", "2", "--ranks", "2", "--disk", str(spool), "--update", "step")
+def test_two_ranks_add_up_what_they_moved(spool: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = [*TINY_GPT, "--steps", "2", "--ranks", "2"]
+    plain = _train(capfd, *flags)
+    ours = _train(capfd, *flags, "--disk", str(spool), "--update", "step", "--run", str(tmp_path / "run"))
     assert ours["losses"] == plain["losses"]
     assert ours["update"] == "step"
-    assert len(ours["disk_written_bytes"]) == 2
-    assert min(ours["disk_written_bytes"]) > 0
+    own = [json.loads(line)["disk_written_bytes"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(both > 1.5 * mine > 0 for both, mine in zip(ours["disk_written_bytes"], own, strict=True))
     assert list(spool.iterdir()) == []
 
 
@@ -97,9 +100,19 @@ def test_activations_are_as_asked_and_every_step_is_recorded(
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for key in ("disk_read_bytes", "disk_written_bytes", "disk_wait_seconds"):
         assert [record[key] for record in records] == ours[key]
+    assert 0 < records[2]["disk_read_bytes"] < 1.5 * records[1]["disk_read_bytes"]  # of that step, not of all so far
     assert all(record["disk_bytes"] > 0 for record in records)
     assert "host memory or disk" in (tmp_path / "run" / "plan.txt").read_text()
     assert json.loads((tmp_path / "run" / "config.json").read_text())["disk"] == [str(spool)]
+
+
+def test_a_job_with_a_disk_builds_its_model_there(spool: Path) -> None:
+    def in_a_file(options: Options) -> bool:
+        return any(parameter.untyped_storage().is_shared() for parameter in build_model(options).model.parameters())
+
+    options = Options(model="tests.job.specimens:tiny_gpt", synthetic=True)
+    assert not in_a_file(options)
+    assert in_a_file(replace(options, disk=(f"{spool}:1GiB",)))
 
 
 def test_a_memory_number_that_is_too_small_is_one_line(spool: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import lowtide
 from lowtide.api import engine_of
-from lowtide.runtime import engine as engine_module
+from lowtide.runtime import assembly
 from lowtide.runtime.engine import Engine
 from lowtide.tiers.arena import Arena, Block
 from lowtide.tiers.store import Store
@@ -83,19 +83,19 @@ def undefined_memory() -> Iterator[None]:
 @contextlib.contextmanager
 def opened_by(open_disk: Callable[[Any, int], Store | None]) -> Iterator[None]:
     """Models that are sharded inside get their store from ``open_disk``."""
-    before = engine_module._open_disk
-    engine_module._open_disk = open_disk  # type: ignore[assignment]
+    before = assembly._open_disk
+    assembly._open_disk = open_disk  # type: ignore[assignment]
     try:
         yield
     finally:
-        engine_module._open_disk = before
+        assembly._open_disk = before
 
 
 def slowed(seconds: float) -> contextlib.AbstractContextManager[None]:
     """Models that are sharded inside have a disk on which every request takes so long."""
     if not seconds:
         return contextlib.nullcontext()
-    plain = engine_module._open_disk
+    plain = assembly._open_disk
 
     def open_disk(config: Any, rank: int) -> Store | None:
         store = plain(config, rank)
@@ -135,6 +135,7 @@ def left_over(engine: Engine) -> str | None:
     engine.residency.forget()
     if engine.store is not None:
         engine.store.drain()
+    engine.buffers_arena.trim()
     if engine.buffers_arena.taken_bytes:
         return f"{engine.buffers_arena.taken_bytes} bytes of buffers were not given back"
     if engine.buffers_arena.limbo_bytes:

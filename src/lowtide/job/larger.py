@@ -14,7 +14,7 @@ from rich.table import Table
 from lowtide.job.options import Options
 from lowtide.job.placement import mebibytes
 from lowtide.job.show import budget_text, traffic_text
-from lowtide.job.sides import Pair, run_fresh
+from lowtide.job.sides import Pair, Side, run_fresh
 
 PRESET = "gpt-98m"
 MEMORY_BYTES = 768 << 20
@@ -30,14 +30,20 @@ class Busy(Protocol):
 
 
 def compare_larger(beside: Path, busy: Busy) -> Pair:
-    """Both sides in fresh processes. The disk tier lives in a folder of its own in ``beside``, which is gone afterwards."""
-    plain_options = Options(preset=PRESET, steps=STEPS, synthetic=True)
+    """Both sides in fresh processes; the disk tier lives in ``beside``."""
+    options = Options(preset=PRESET, steps=STEPS, synthetic=True)
     with busy(f"{PRESET}, plain PyTorch"):
-        plain = run_fresh("plain", plain_options)
-    beside.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="lowtide-demo-", dir=beside) as folder, busy(f"{PRESET}, lowtide in {MEMORY}"):
-        ours = run_fresh("lowtide", replace(plain_options, memory=MEMORY, disk=(folder,)))
+        plain = run_fresh("plain", options)
+    with busy(f"{PRESET}, lowtide in {MEMORY}"):
+        ours = run_on_disk(replace(options, memory=MEMORY), beside)
     return Pair(ranks=1, plain=plain, lowtide=ours)
+
+
+def run_on_disk(options: Options, beside: Path) -> Side:
+    """lowtide's side with a disk tier in a folder of its own in ``beside``, which is gone afterwards, whatever happens."""
+    beside.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="lowtide-demo-", dir=beside) as folder:
+        return run_fresh("lowtide", replace(options, disk=(folder,)))
 
 
 def larger_table(pair: Pair) -> Table:

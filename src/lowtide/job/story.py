@@ -60,7 +60,7 @@ def tell_story(console: Console, *, seconds: float, training: Options) -> Ending
     pairs = _compare(console)
     _show_pairs(console, pairs)
     run = Path(training.run or ".")
-    _chapter(console, 4, f"{STEPS} steps of {LARGER}, which is larger than its memory number: {MEMORY} and a disk")
+    _chapter(console, 4, f"Larger than its memory number: {STEPS} steps of {LARGER} in {MEMORY}")
     larger = compare_larger(run.parent, partial(_busy, console))
     _show_larger(console, larger)
     text = training.data or "Python's own standard library"

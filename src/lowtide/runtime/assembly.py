@@ -35,8 +35,9 @@ from lowtide.runtime.unit import Unit, named
 from lowtide.runtime.update import Update
 from lowtide.runtime.usage import Usage
 from lowtide.spec.units import UnitSpec
-from lowtide.tiers.arena import Arena
+from lowtide.tiers.device import Memory
 from lowtide.tiers.disk import DiskStore, Folder
+from lowtide.tiers.host import HostStore
 from lowtide.tiers.store import Store, Traffic
 
 
@@ -68,8 +69,8 @@ class Assembly:
         self.unit_of = {p: u for u in self.units for p in u.params}
         self.name_of = named(self.units)
         self.ledger, self.trace = Ledger(), Trace()
-        self.homes, self.arena = Arena(device, forked=True), Arena(device, forked=False)
-        self.buffers_arena = Arena(device, forked=False)
+        self.memory = Memory.on(device, config.device_memory_bytes, offloads=bool(config.disk))
+        self.homes, self.arena, self.buffers_arena = self.memory.homes, self.memory.slots, self.memory.buffers
         self.store: Store | None = _open_disk(config, group.rank)
         if self.store is not None:
             weakref.finalize(self, self.store.close)
@@ -78,8 +79,7 @@ class Assembly:
             self.units,
             group=group,
             channel=self.gathers,
-            homes=self.homes,
-            slots=self.arena,
+            memory=self.memory,
             ledger=self.ledger,
             trace=self.trace,
             ahead=config.comm.prefetch,
@@ -107,13 +107,18 @@ class Assembly:
             ledger=self.ledger,
         )
         self.budget = Budget(self._budget_of_this_rank())
-        self.placer = Placer(
-            self.units, config, budget=self.budget, store=self.store, slots=self.arena, buffers=self.buffers_arena
+        self.placer = Placer(self.units, config, budget=self.budget, store=self.store, memory=self.memory)
+        self.activations = Activations(
+            self.residency, self.placer, self.budget, self._spill_store(), needed=self.needed_in_backward
         )
-        self.activations = Activations(self.residency, self.placer, self.budget, self.store, needed=self.needed_in_backward)
         self.backward_update: BackwardUpdate | None = None
         if config.update.in_backward:
             self.backward_update = BackwardUpdate(self.grads, self.residency, self.update, self.activations.saved)
+
+    def _spill_store(self) -> Store | None:
+        """Where activations go that leave the memory of compute."""
+        to_host = self.memory.device.separate and "host" in {self.config.activations.of(u.name) for u in self.units}
+        return HostStore() if to_host else self.store
 
     def needed_in_backward(self, unit: Unit) -> None:
         """Autograd unpacks a view of ``unit``'s parameters."""

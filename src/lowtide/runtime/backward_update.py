@@ -70,7 +70,16 @@ class BackwardUpdate:
     def abandon(self) -> None:
         """A backward pass failed."""
         self._grads.reduced.clear()
+        self._grads.finite.clear()
         self._update.forget_expected()
+        if not self._update.begun:
+            self.forget_step()
+
+    def forget_step(self) -> None:
+        """The step under way changed nothing, or all values have been loaded anew."""
+        self._done.clear()
+        self.bad_unit = None
+        self._update.forget_step()
 
     def _needed_by_graph(self, unit: Unit) -> bool:
         return self._saved.live_recipes(unit) > 0 or self._residency.held_by_others(unit)
@@ -88,8 +97,8 @@ class BackwardUpdate:
             return
         self._done.add(unit)
         with self._residency.holding(unit):
-            # On several ranks only this rank's part is needed, and whether it is whole here depends on timing: no rank may gather.
-            if unit.layout.ranks == 1 and self._residency.on_disk(unit):
+            # On several ranks only this rank's part is needed, and whether it is whole depends on timing: no rank may gather.
+            if self._residency.updates_in_slots and self._residency.on_disk(unit):
                 self._residency.whole(unit)
             self._update.run_unit(self.optimizer, unit, grads)
         unit.version += 1

@@ -41,6 +41,8 @@ class ChunkedStep:
         self._group_of = {p: i for i, params in enumerate(self._params) for p in params}
         self._options = [_copied({k: v for k, v in group.items() if k != "params"}) for group in self._groups]
         self._counters = {k: v for k, v in vars(optimizer).items() if isinstance(v, bool | int | float)}
+        self.begun = False
+        """Whether any tensor may have changed."""
         self._ran: set[int] = set()
         self._small: dict[nn.Parameter, dict[str, Any]] = {}
 
@@ -70,6 +72,7 @@ class ChunkedStep:
             lists[self._group_of[entry.param]].append(entry.target)
         with self._showing(lists) as optimizer:
             optimizer.state = defaultdict(dict, {entry.target: entry.state for entry in entries})
+            self.begun = True
             self._step(optimizer)
             for entry in entries:
                 state: dict[str, Any] = optimizer.state[entry.target]

@@ -7,7 +7,8 @@ memory. The bits are the same, because each element goes through the same operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from lowtide.runtime.unit import Unit
 from lowtide.spec.chunks import Part, pack
-from lowtide.tiers.arena import Arena
-from lowtide.tiers.shelf import Lease, Shelf
+from lowtide.tiers.arena import Arena, ArenaFull
+from lowtide.tiers.shelf import Lease, Shelf, borrowed
 from lowtide.tiers.store import Key, Priority, Store
 
 
@@ -50,8 +51,16 @@ class ShelvedGrads:
         self._noted: dict[int, list[Change]] = {}
         self._finite: dict[int, bool] = {}
 
-    def keep(self, segments: Sequence[Segment], add: Sequence[bool]) -> None:
-        """Store reduced gradients; ``add[i]``: to what is stored already for parameter ``i``."""
+    def keep(self, batches: Iterable[Sequence[Segment]], add: Sequence[bool]) -> Iterator[int]:
+        """Store the reduced gradients of one backward, batch by batch; ``add[i]``: to what is stored already for parameter
+        ``i``. Yields the parameters that are stored."""
+        stored = {index for index, shown in enumerate(add) if shown}
+        for segments in batches:
+            self._keep_batch(segments, add, stored)
+            stored |= {segment.index for segment in segments}
+            yield from (segment.index for segment in segments)
+
+    def _keep_batch(self, segments: Sequence[Segment], add: Sequence[bool], stored: set[int]) -> None:
         by_index = {s.index: s for s in segments}
         for index in by_index:
             self._finite[index] = True
@@ -59,12 +68,12 @@ class ShelvedGrads:
             if not any(part.index in by_index for part in chunk.parts):
                 continue
             # What is added to, and what other parameters have in this chunk, must be there first.
-            needed = any(add[part.index] for part in chunk.parts)
+            needed = any(part.index in stored for part in chunk.parts)
             lease = self.shelf.open(number, self._buffers, Priority.NOW, fresh=not (needed and self.shelf.has(number)))
-            for part, view in self._views(number, lease.wait()):
-                if part.index in by_index:
-                    self._put(part, view, by_index[part.index], add=add[part.index])
-            lease.close(changed=True)
+            with borrowed(lease, changed=True) as tensor:
+                for part, view in self._views(number, tensor):
+                    if part.index in by_index:
+                        self._put(part, view, by_index[part.index], add=add[part.index])
         for index in by_index:
             self._noted.pop(index, None)
 
@@ -84,11 +93,10 @@ class ShelvedGrads:
             return
         for number, chunk in enumerate(self._unit.chunks):
             if any(part.index == index for part in chunk.parts):
-                lease = self.shelf.open(number, self._buffers, Priority.NOW)
-                for part, view in self._views(number, lease.wait()):
-                    if part.index == index:
-                        change.apply(view)
-                lease.close(changed=True)
+                with borrowed(self.shelf.open(number, self._buffers, Priority.NOW), changed=True) as tensor:
+                    for part, view in self._views(number, tensor):
+                        if part.index == index:
+                            change.apply(view)
         self._finite[index] = self._finite.get(index, True) and change.keeps_finite
 
     def move(self, store: Store | None) -> None:
@@ -105,9 +113,9 @@ class ShelvedGrads:
         """Whether the gradient is known to be finite without looking at it."""
         return self._finite.get(index, False) and all(c.keeps_finite for c in self._noted.get(index, ()))
 
-    def open(self, number: int, priority: Priority) -> Lease:
-        """A lease on the gradients of chunk ``number``; give its bytes to ``ready``."""
-        return self.shelf.open(number, self._buffers, priority)
+    def open(self, number: int, priority: Priority, *, wait: bool = True) -> Lease:
+        """A lease on the gradients of chunk ``number``; give its bytes to ``ready``. ``wait``: see ``Shelf.open``."""
+        return self.shelf.open(number, self._buffers, priority, wait=wait)
 
     def ready(self, number: int, tensor: Tensor) -> list[Tensor]:
         """The gradients of the chunk's parts, with noted changes made, from the bytes of a lease that will not be kept."""
@@ -123,8 +131,11 @@ class ShelvedGrads:
         open_leases: list[Lease] = []
         try:
             for at, number in enumerate(chosen):
-                for following in chosen[at + len(open_leases) : at + 2]:
-                    open_leases.append(self.open(following, Priority.NOW if following == number else Priority.NEXT))
+                if not open_leases:
+                    open_leases.append(self.open(number, Priority.NOW))
+                with suppress(ArenaFull):
+                    for following in chosen[at + len(open_leases) : at + 2]:
+                        open_leases.append(self.open(following, Priority.NEXT, wait=False))
                 views = self.ready(number, open_leases[0].wait())
                 yield from ((p, v) for p, v in zip(self._unit.chunks[number].parts, views, strict=True) if wanted(p.index))
                 del views

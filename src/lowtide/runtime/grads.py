@@ -138,14 +138,18 @@ class Grads:
             self._collect(record)
         while (following := self._next_to_submit()) is not None:
             self._submit(following)
-        tickets, self._tickets = self._tickets, {}
+        try:
+            for unit, ticket in self._tickets.items():
+                for record, present in zip(self.records[unit], ticket.wait(), strict=True):
+                    if present:
+                        record.param.grad = record.shown
+                        record.set_aside = None
+                self._trace("reduced", unit.name)
+        except BaseException:
+            self._drop_pass()
+            raise
+        self._tickets = {}
         self._ready.clear()
-        for unit, ticket in tickets.items():
-            for record, present in zip(self.records[unit], ticket.wait(), strict=True):
-                if present:
-                    record.param.grad = record.shown
-                    record.set_aside = None
-            self._trace("reduced", unit.name)
         self._restore()
         self._owner.grads_changed()
         # A gradient that came after its unit had been sent is a second contribution of the same backward: all ranks go again.
@@ -163,15 +167,21 @@ class Grads:
 
     def abandon(self) -> None:
         """A backward pass ended with an exception: forget what it left behind."""
-        for ticket in self._tickets.values():
-            ticket.wait()
-        self._tickets.clear()
+        try:
+            for ticket in self._tickets.values():
+                ticket.wait()
+        finally:
+            self._drop_pass()
+
+    def _drop_pass(self) -> None:
+        self._tickets = {}
         self._ready.clear()
         self._seen = [] if self._seen is not None else None
         self.active = False
         for record in self.by_param.values():
             record.local = None
         self._restore()
+        self._owner.grads_changed()
 
     def refuse_unreduced(self) -> None:
         """Raise if a gradient is this rank's own still: an update from it would differ from rank to rank."""
@@ -235,14 +245,13 @@ class Grads:
             self.reduced[unit] = pieces
             return
         shelf = self.shelves.get(unit)
+        if shelf is not None:
+            for index in shelf.keep(batches, add):
+                self._show_shelved(unit, index)
+            return
         for segments in batches:
-            if shelf is not None:
-                shelf.keep(segments, add)
-                for segment in segments:
-                    self._show_shelved(unit, segment.index)
-            else:
-                for segment in segments:
-                    self._add_to_store(unit, segment, add=add[segment.index])
+            for segment in segments:
+                self._add_to_store(unit, segment, add=add[segment.index])
 
     def _until_update(self, unit: Unit, batches: Iterator[list[Segment]]) -> list[Tensor | None]:
         """Gradients that are used at once: kept where they are on one rank, copied out of the buffers otherwise."""
@@ -250,12 +259,13 @@ class Grads:
         for segments in batches:
             for segment in segments:
                 lo, hi = self.kept_range(unit, segment.index)
+                dtype = unit.dtypes[segment.index].gradient  # rounded as a gradient that is kept would be
                 if (segment.lo, segment.hi) == (lo, hi) and self._group.size == 1 and self._reduction.scale == 1.0:
-                    out[segment.index] = segment.values
+                    out[segment.index] = segment.values.to(dtype)
                     continue
                 target = out[segment.index]
                 if target is None:
-                    target = out[segment.index] = segment.values.new_empty(hi - lo)
+                    target = out[segment.index] = segment.values.new_empty(hi - lo, dtype=dtype)
                 target[segment.lo - lo : segment.hi - lo].copy_(segment.values)
         return out
 

@@ -44,6 +44,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in PyTorch, with whole tensors. Where states are sharded: on rank 0 only; every rank must call it."""
         engine = self.lowtide_engine
+        engine.check()
         local = super().state_dict()
         _add_streamed(self, local)
         if not engine.config.stage.optimizer or engine.group.shard.size == 1:

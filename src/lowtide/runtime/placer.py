@@ -23,7 +23,7 @@ from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.update import Update
-from lowtide.tiers.arena import Arena
+from lowtide.tiers.device import Memory
 from lowtide.tiers.store import Store
 
 _log = logging.getLogger("lowtide")
@@ -34,12 +34,12 @@ _LEARNING_STEPS = 3  # after so many steps a placement is only changed if it doe
 class Placer:
     """Where every unit's bytes live now, and why."""
 
-    def __init__(
-        self, units: Sequence[Unit], config: Config, *, budget: Budget, store: Store | None, slots: Arena, buffers: Arena
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], config: Config, *, budget: Budget, store: Store | None, memory: Memory) -> None:
         self._units, self._config, self._budget = units, config, budget
-        self._store, self._slots, self._buffers = store, slots, buffers
-        self._policies = [_on_this_device(config.activations.of(u.name)) for u in units]
+        self._store, self._memory = store, memory
+        named = [config.activations.of(u.name) for u in units]
+        # Without a device of its own, the host is where activations are anyway.
+        self._policies = named if memory.device.separate else ["keep" if p == "host" else p for p in named]
         self._needs: Needs | None = None
         self._activations = [0] * len(units)
         self._steps = 0
@@ -82,7 +82,9 @@ class Placer:
 
     def _use(self, placement: Placement) -> None:
         self.placement = placement
-        self._slots.capacity, self._buffers.capacity = placement.slot_bytes, placement.buffer_bytes
+        self._memory.buffers.capacity = placement.buffer_bytes
+        if not self._memory.device.separate:
+            self._memory.slots.capacity = placement.slot_bytes
 
     def store_for(self, unit: Unit, kind: str) -> Store | None:
         """The store that holds a kind of bytes of ``unit``; None for memory."""
@@ -104,7 +106,7 @@ class Placer:
     def should_recompute(self, unit: Unit) -> bool:
         """Asked when a unit's forward begins: whether its activations are to be computed again in backward."""
         policy = self._policy_now(unit)
-        self._spilling = policy == "disk"
+        self._spilling = policy in ("disk", "host")
         return policy == "recompute"
 
     def should_spill(self) -> bool:
@@ -183,11 +185,6 @@ def module_units(units: Sequence[Unit]) -> dict[nn.Module, Unit]:
         for module in unit.modules:
             found.setdefault(module, unit)
     return found
-
-
-def _on_this_device(policy: str) -> str:
-    """Without a device of its own, the host is where activations are anyway."""
-    return "keep" if policy == "host" else policy
 
 
 def _unit_placement(tier: Tier, activations: str) -> UnitPlacement:

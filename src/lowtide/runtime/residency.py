@@ -30,6 +30,7 @@ from lowtide.runtime.slots import SlotLease, Slots, wait_all
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.arena import Arena, Block
+from lowtide.tiers.device import Memory
 from lowtide.tiers.shelf import Lease, Shelf, View
 from lowtide.tiers.store import IOTicket, Key, Priority, Store
 
@@ -78,8 +79,7 @@ class Residency:
         *,
         group: Group,
         channel: Channel,
-        homes: Arena,
-        slots: Arena,
+        memory: Memory,
         ledger: Ledger,
         trace: Trace,
         ahead: int,
@@ -87,7 +87,7 @@ class Residency:
         self._units = units
         self._group = group
         self._channel = channel
-        self._homes, self._slots = homes, Slots(slots, ledger)
+        self._memory, self._slots, self._host_slots = memory, Slots(memory.slots, ledger), Slots(memory.staging, ledger)
         self._ledger = ledger
         self._trace = trace
         self._places: dict[Unit, _Place] = {}
@@ -100,20 +100,18 @@ class Residency:
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def reserve(self, unit: Unit, *, resident: bool, store: Store | None) -> None:
-        """Take room for ``unit``'s home: whole and for good in memory if ``resident``, else this rank's shard, in ``store`` if
-        there is one."""
+        """Take room for the home: the whole unit, in memory for good, if ``resident``; else the shard, in a store if given."""
         layout, rank = unit.layout, self._group.shard.rank
         stays_whole = resident or self._group.shard.size == 1
         covers = (0, layout.nbytes) if stays_whole else (layout.cuts[rank], layout.cuts[rank + 1])
         cuts = unit.chunk_cuts if store is not None else (0, covers[1] - covers[0])
-        home = Shelf(Key(unit.name, "parameters"), cuts, memory=self._homes, store=store)
+        home = Shelf(Key(unit.name, "parameters"), cuts, memory=self._memory.homes, store=store)
         place = self._places[unit] = _Place(home, covers)
         place.permanent = resident
         self._ledger.add("parameters", home.block.nbytes if home.block is not None else 0)
 
     def take_over(self, unit: Unit, values: Sequence[Tensor]) -> None:
-        """Move ``unit``'s parameters into its home. ``values`` are the parameters as they were built, flat; they become
-        those of rank 0, as in DDP."""
+        """Move ``unit``'s parameters, flat ``values``, into its home. They become those of rank 0, as in DDP."""
 
         def send(wire: Wire, _: list[bytes]) -> None:
             for value in values:
@@ -125,11 +123,11 @@ class Residency:
         if home is not None and hi - lo == unit.layout.nbytes:
             _fill(unit.views(home.tensor), values)
         else:
-            slot = self._slots.wait_for(unit)
+            slot = self._host_slots.wait_for(unit)
             _fill(unit.views(slot.tensor), values)
             if home is not None:
                 home.tensor[: hi - lo].copy_(slot.tensor[lo:hi])
-            self._slots.give(slot, place.home.save(slot.tensor[lo:hi]) if home is None else [])
+            self._host_slots.give(slot, place.home.save(slot.tensor[lo:hi]) if home is None else [])
         if place.permanent and home is not None:
             self._attach(unit, place, home)
         else:
@@ -167,7 +165,7 @@ class Residency:
         """Start filling a slot with ``unit``; whether there was one."""
         place = self._places[unit]
         home, alone = place.home, self._group.shard.size == 1
-        if home.block is not None and alone:
+        if home.block is not None and alone and not self._memory.device.separate:
             place.slot, place.state = home.block, State.WHOLE
             self._by_address[home.block.tensor.data_ptr()] = unit
             return True
@@ -178,11 +176,16 @@ class Residency:
         self._by_address[slot.tensor.data_ptr()] = unit
         place.slot, place.state = slot, State.ARRIVING
         lo, hi = place.covers
-        place.reads = [] if home.block is not None else home.fetch(slot.tensor[lo:hi], priority)
+        place.reads = self._memory.fill_slot(home, slot.tensor[lo:hi], priority)
         if not alone:
             label = Label("gather", unit.index, unit.name)
             place.gather = self._channel.submit(label, _gather(unit, slot.tensor, place))
         return True
+
+    @property
+    def updates_in_slots(self) -> bool:
+        """Whether a slot may be updated and written back from: it is host memory, and all of it is this rank's."""
+        return not self._memory.device.separate and self._group.shard.size == 1
 
     def whole(self, unit: Unit) -> Tensor:
         """The unit's bytes, all of them, now. Valid until the unit is released and something else needs the memory."""
@@ -273,15 +276,15 @@ class Residency:
         start = unit.layout.offsets[index] + lo * param.itemsize - place.covers[0] if lo < hi else 0
         return shard[start : start + (hi - lo) * param.itemsize].view(dtype)
 
-    def open_chunk(self, unit: Unit, index: int, buffers: Arena, priority: Priority) -> Lease:
+    def open_chunk(self, unit: Unit, index: int, buffers: Arena, priority: Priority, *, wait: bool = True) -> Lease:
         """A lease on chunk ``index`` of this rank's part of ``unit``: in the home's memory, in the slot, or from the disk."""
         place, chunk = self._places[unit], unit.chunks[index]
         lo, hi = unit.updates[0] + chunk.lo, unit.updates[0] + chunk.hi
         if place.home.block is not None:
             return View(place.home.block.tensor[lo - place.covers[0] : hi - place.covers[0]])
-        if place.slot is not None and place.state is not State.ARRIVING:
+        if place.slot is not None and place.state is not State.ARRIVING and not self._memory.device.separate:
             return SlotLease(place.home, index, place.slot.tensor[lo:hi], place.writes)
-        return place.home.open(index, buffers, priority)
+        return place.home.open(index, buffers, priority, wait=wait)
 
     @contextmanager
     def shard(self, unit: Unit, *, write: bool) -> Generator[Tensor]:
@@ -291,7 +294,7 @@ class Residency:
             yield place.home.block.tensor[: place.home.nbytes]
             return
         self.forget([unit])
-        block = self._slots.take(unit, lambda: self._make_room(guesses_too=True), urgent=True)
+        block = self._host_slots.take(unit, lambda: self._make_room(guesses_too=True), urgent=True)
         if block is None:
             raise InternalError("no slot for an urgent request")
         bytes_ = block.tensor[: place.home.nbytes]
@@ -302,7 +305,7 @@ class Residency:
             writes = place.home.save(bytes_) if write else []
         finally:
             del bytes_
-            self._slots.give(block, writes)
+            self._host_slots.give(block, writes)
 
     @contextmanager
     def holding(self, unit: Unit) -> Generator[None]:
@@ -352,7 +355,7 @@ class Residency:
         self._channel.run(Label("write", unit.index, unit.name), lambda wire, _: wire.world.broadcast(whole))
         lo, hi = place.covers
         if place.home.block is None:
-            place.writes += place.home.save(whole[lo:hi])
+            place.writes += place.home.save(whole[lo:hi].cpu())
         elif place.home.block is not place.slot:
             place.home.block.tensor[: hi - lo].copy_(whole[lo:hi])
 
@@ -441,7 +444,7 @@ def _gather(unit: Unit, whole: Tensor, place: _Place) -> Callable[[Wire, list[by
 
     def work(wire: Wire, _: list[bytes]) -> None:
         wait_all(reads)
-        if home is not None:
+        if home is not None and not reads:
             whole[lo:hi].copy_(home.tensor[: hi - lo])
         wire.shard.gather(whole[: unit.layout.nbytes], unit.layout.cuts)
 

@@ -22,6 +22,8 @@ class Slots:
 
     def __init__(self, arena: Arena, ledger: Ledger) -> None:
         self._arena, self._ledger = arena, ledger
+        self._lock = threading.Lock()
+        self._returning = 0  # slots that come back when their last request is done
 
     def take(self, unit: Unit, make_room: Callable[[], bool], *, urgent: bool) -> Block | None:
         """A slot for ``unit``. ``make_room`` lets go of another one and says whether it could; if it cannot, an urgent request
@@ -35,9 +37,9 @@ class Slots:
                 return self.wait_for(unit) if urgent else None
 
     def wait_for(self, unit: Unit) -> Block:
-        """A slot for ``unit``, when there is one."""
+        """A slot for ``unit``, when there is one; nobody but the disk can make one free meanwhile."""
         try:
-            return self._counted(self._arena.take_or_wait(unit.layout.nbytes, _WAIT if self._arena.taken_bytes else 0.0))
+            return self._counted(self._arena.take_or_wait(unit.layout.nbytes, _WAIT if self._returning else 0.0))
         except ArenaFull as full:
             capacity = self._arena.capacity or 0
             raise OverBudget("slots for units in use", unit.layout.nbytes, capacity, unit.name) from full
@@ -45,16 +47,20 @@ class Slots:
     def give(self, slot: Block, under_way: Iterable[IOTicket] = ()) -> None:
         """Return a slot once what is under way in it is done."""
         waiting = [t for t in under_way if not t.done]
-        left, lock = len(waiting), threading.Lock()
+        left = len(waiting)
+        with self._lock:
+            self._returning += 1
 
         def done() -> None:
             nonlocal left
-            with lock:
+            with self._lock:
                 left -= 1
                 if left > 0:
                     return
             self._ledger.remove("slots", slot.nbytes)
             self._arena.give(slot)
+            with self._lock:
+                self._returning -= 1
 
         if not waiting:
             done()

@@ -8,6 +8,7 @@ their room is taken before training begins.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Unit, flat_view, is_whole
 from lowtide.spec.chunks import Packing, Part, pack
 from lowtide.tiers.arena import Arena
-from lowtide.tiers.shelf import Lease, Shelf
+from lowtide.tiers.shelf import Lease, Shelf, borrowed
 from lowtide.tiers.store import Key, Priority, Store
 
 MASTERS = "masters"
@@ -46,18 +47,21 @@ class _Kind:
 class OpenChunk:
     """A chunk on its way into memory, or there."""
 
-    def __init__(self, number: int, leases: dict[str, Lease], values: Lease | None, grads: Lease | None) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.leases = leases  # of masters and states, by kind
-        self.values, self.grads = values, grads  # of the parameters and their gradients; None if they are elsewhere
+        self.leases: dict[str, Lease] = {}  # of masters and states, by kind
+        self.values: Lease | None = None  # of the parameters; None if they are elsewhere
+        self.grads: Lease | None = None  # of their gradients; None if they are elsewhere
 
     def close(self, *, changed: bool) -> None:
-        for lease in self.leases.values():
-            lease.close(changed=changed)
-        if self.values is not None:
-            self.values.close(changed=changed)
-        if self.grads is not None:
-            self.grads.close(changed=False)
+        """Give everything back, whatever goes wrong with a part of it."""
+        with ExitStack() as stack:
+            for lease in self.leases.values():
+                stack.callback(lease.close, changed=changed)
+            if self.values is not None:
+                stack.callback(self.values.close, changed=changed)
+            if self.grads is not None:
+                stack.callback(self.grads.close, changed=False)
 
 
 class UnitStream:
@@ -113,27 +117,30 @@ class UnitStream:
             lease = self._kinds[MASTERS].shelf.open(
                 number, self._buffers, Priority.NOW, fresh=all(v is not None for v in values)
             )
-            views = self._kinds[MASTERS].views(number, lease.wait())
-            for part, view in zip(self.unit.chunks[number].parts, views, strict=True):
-                value = values[part.index]
-                if value is not None:
-                    view.copy_(value[part.lo : part.hi])
-            lease.close(changed=True)
+            with borrowed(lease, changed=True) as tensor:
+                views = self._kinds[MASTERS].views(number, tensor)
+                for part, view in zip(self.unit.chunks[number].parts, views, strict=True):
+                    value = values[part.index]
+                    if value is not None:
+                        view.copy_(value[part.lo : part.hi])
 
     def refresh_masters(self) -> None:
         """Parameters were written from outside: masters follow where they no longer round to what is there."""
         for number in range(len(self.unit.chunks)) if MASTERS in self._kinds else ():
             opened = self.open(number, Priority.NOW, with_values=True, only=MASTERS)
-            for part, low, master in self._low_and_master(opened):
-                del part
-                master.copy_(torch.where(master.to(low.dtype) == low, master, low.to(master.dtype)))
+            try:
+                for low, master in self._low_and_master(opened):
+                    master.copy_(torch.where(master.to(low.dtype) == low, master, low.to(master.dtype)))
+            except BaseException:
+                opened.close(changed=False)
+                raise
             opened.close(changed=True)
 
-    def _low_and_master(self, opened: OpenChunk) -> Iterator[tuple[Part, Tensor, Tensor]]:
+    def _low_and_master(self, opened: OpenChunk) -> Iterator[tuple[Tensor, Tensor]]:
         masters = self._kinds[MASTERS].views(opened.number, opened.leases[MASTERS].wait())
-        for part, low, master in zip(self.unit.chunks[opened.number].parts, self._values(opened), masters, strict=True):
+        for low, master in zip(self._values(opened), masters, strict=True):
             if low.dtype is not master.dtype:
-                yield part, low, master
+                yield low, master
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
@@ -146,18 +153,25 @@ class UnitStream:
         )
         return max((sum(c[i + 1] - c[i] for c in loans) for i in range(len(self.unit.chunks))), default=0)
 
-    def open(self, number: int, priority: Priority, *, with_values: bool, only: str | None = None) -> OpenChunk:
-        """Start bringing a chunk. ``with_values``: its parameters and gradients too; else both are in memory elsewhere."""
-        leases: dict[str, Lease] = {}
-        for name, kind in self._kinds.items():
-            if only is None or name == only:
-                fresh = not kind.shelf.has(number)
-                leases[name] = kind.shelf.open(number, self._buffers, priority, fresh=fresh)
-        values = self._residency.open_chunk(self.unit, number, self._buffers, priority) if with_values else None
-        grads = None
-        if with_values and only is None and self.shelved is not None and self.shelved.shelf.has(number):
-            grads = self.shelved.open(number, priority)
-        return OpenChunk(number, leases, values, grads)
+    def open(
+        self, number: int, priority: Priority, *, with_values: bool, only: str | None = None, wait: bool = True
+    ) -> OpenChunk:
+        """Start bringing a chunk. ``with_values``: its parameters and gradients too; else both are in memory elsewhere.
+        ``wait``: see ``Shelf.open``."""
+        opened = OpenChunk(number)
+        try:
+            for name, kind in self._kinds.items():
+                if only is None or name == only:
+                    fresh = not kind.shelf.has(number)
+                    opened.leases[name] = kind.shelf.open(number, self._buffers, priority, fresh=fresh, wait=wait)
+            if with_values:
+                opened.values = self._residency.open_chunk(self.unit, number, self._buffers, priority, wait=wait)
+                if only is None and self.shelved is not None and self.shelved.shelf.has(number):
+                    opened.grads = self.shelved.open(number, priority, wait=wait)
+        except BaseException:
+            opened.close(changed=False)
+            raise
+        return opened
 
     def update(self, opened: OpenChunk, step: ChunkedStep, grads: Sequence[Tensor | None]) -> bool:
         """Run the optimizer on an open chunk; ``grads``: the gradient of each part, flat, or None. Whether anything changed."""
@@ -256,6 +270,6 @@ class UnitStream:
         for number, chunk in enumerate(self.unit.chunks):
             if any(part.index == index for part in chunk.parts):
                 lease = shelf.open(number, self._buffers, Priority.NOW, fresh=not shelf.has(number))
-                views = kind.views(number, lease.wait())
-                yield from ((p, v) for p, v in zip(chunk.parts, views, strict=True) if p.index == index)
-                lease.close(changed=changed)
+                with borrowed(lease, changed=changed) as tensor:
+                    views = kind.views(number, tensor)
+                    yield from ((p, v) for p, v in zip(chunk.parts, views, strict=True) if p.index == index)

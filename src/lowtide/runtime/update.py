@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from lowtide.runtime.probe import plain_step
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.stream import OpenChunk, UnitStream
 from lowtide.runtime.unit import Unit, flat_view, is_whole
-from lowtide.tiers.arena import Arena
+from lowtide.tiers.arena import Arena, ArenaFull
 from lowtide.tiers.store import Priority
 
 _AHEAD = 64  # chunks that may be open at once, if memory for their buffers is not limited
@@ -66,9 +66,9 @@ class Update:
         self.pieces: dict[nn.Parameter, Piece] = {}
         self.streams: dict[Unit, UnitStream] = {}
         """Units that are updated by chunks."""
-        self.begun = False  # whether the step under way, or the last one, got as far as changing anything
         self._master_bytes = 0
-        self._step: ChunkedStep | None = None  # that is under way in backward
+        self._pieces_begun = False
+        self._step: ChunkedStep | None = None  # that is under way, in backward until ``finish_step``, or was the last
         self._updated: list[nn.Parameter] = []  # in it
         self._ahead: dict[Unit, deque[OpenChunk]] = {}
 
@@ -130,10 +130,15 @@ class Update:
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
+    @property
+    def begun(self) -> bool:
+        """Whether the step under way, or the last one, got as far as changing anything."""
+        return self._pieces_begun or (self._step is not None and self._step.begun)
+
     def run(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Update every piece that has a gradient; returns the parameters that have one."""
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.begun = False
+        self._pieces_begun, self._step = False, None
         with torch.no_grad():
             if self.streams:
                 self._run_streams(optimizer)
@@ -147,7 +152,7 @@ class Update:
             for piece in pieces:
                 piece.target.grad = self._grad(piece)
                 self._cast(optimizer, piece, piece.target.dtype)
-            self.begun = True
+            self._pieces_begun = True
             plain_step(type(optimizer).plain_class)(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
             for piece in pieces:
                 if piece.target.grad is not None and piece.low_precision is not None:
@@ -158,26 +163,32 @@ class Update:
 
     def _run_streams(self, optimizer: Optimizer) -> None:
         """Chunk after chunk: while one is updated, the next are read and the last are written."""
-        step = ChunkedStep(optimizer)
+        step = self._step = ChunkedStep(optimizer)
         work = [(s, n) for s in self.streams.values() for n in range(len(s.unit.chunks)) if self._has_grads(s, n)]
         opened: deque[OpenChunk] = deque()
         try:
             for at, (stream, _) in enumerate(work):
                 while (following := at + len(opened)) < len(work):
                     ahead, number = work[following]
-                    if opened and not self._has_room(ahead, opened):
+                    if not self._open_next(ahead, number, opened, with_values=True):
                         break
-                    priority = Priority.MOMENTS if opened else Priority.NOW
-                    opened.append(ahead.open(number, priority, with_values=True))
-                chunk = opened[0]
-                self.begun = True
-                changed = stream.update(chunk, step, self._grads_of(stream, chunk))
+                changed = stream.update(opened[0], step, self._grads_of(stream, opened[0]))
                 opened.popleft().close(changed=changed)
-                del chunk
         finally:
-            for chunk in opened:
-                chunk.close(changed=False)
+            _close_all(opened)
         step.finish()
+
+    def _open_next(self, stream: UnitStream, number: int, opened: deque[OpenChunk], *, with_values: bool) -> bool:
+        """Open one more chunk; whether there was memory for it. The first one is needed, so it waits for memory."""
+        if not opened:
+            opened.append(stream.open(number, Priority.NOW, with_values=with_values))
+            return True
+        if not self._has_room(stream, opened):
+            return False
+        with suppress(ArenaFull):
+            opened.append(stream.open(number, Priority.MOMENTS, with_values=with_values, wait=False))
+            return True
+        return False
 
     def _has_grads(self, stream: UnitStream, number: int) -> bool:
         return any(stream.unit.params[part.index].grad is not None for part in stream.unit.chunks[number].parts)
@@ -213,19 +224,24 @@ class Update:
         """Open as many of the expected chunks as there is memory for."""
         for unit, opened in self._ahead.items():
             stream = self.streams[unit]
-            while len(opened) < len(unit.chunks) and self._has_room(stream, opened):
-                opened.append(stream.open(len(opened), Priority.MOMENTS, with_values=False))
+            with suppress(ArenaFull):
+                while len(opened) < len(unit.chunks) and self._has_room(stream, opened):
+                    opened.append(stream.open(len(opened), Priority.MOMENTS, with_values=False, wait=False))
 
     def forget_expected(self, but: Unit | None = None) -> None:
         """Give back what was read in vain."""
         for unit in [u for u in self._ahead if u is not but]:
-            for chunk in self._ahead.pop(unit):
-                chunk.close(changed=False)
+            _close_all(self._ahead.pop(unit))
+
+    def forget_step(self) -> None:
+        """A step in backward came to nothing, or what it did was replaced by other values."""
+        self.forget_expected()
+        self._step, self._updated = None, []
 
     def run_unit(self, optimizer: Optimizer, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Update one unit from its reduced gradients, flat and cut as this rank keeps them."""
         if self._step is None:
-            self._step, self.begun, self._updated = ChunkedStep(optimizer), False, []
+            self._step, self._updated = ChunkedStep(optimizer), []
         self.forget_expected(but=unit)
         with torch.no_grad():
             self._run_chunks(self._step, unit, grads)
@@ -237,18 +253,17 @@ class Update:
         count = len(unit.chunks)
         try:
             for number in range(count):
-                while (following := number + len(opened)) < count and (not opened or self._has_room(stream, opened)):
-                    opened.append(stream.open(following, Priority.MOMENTS if opened else Priority.NOW, with_values=False))
+                while (following := number + len(opened)) < count:
+                    if not self._open_next(stream, following, opened, with_values=False):
+                        break
                 row = [
                     None if (g := grads[p.index]) is None else g[p.lo - starts[p.index] : p.hi - starts[p.index]]
                     for p in unit.chunks[number].parts
                 ]
-                self.begun = True
                 changed = stream.update(opened[0], step, row)
                 opened.popleft().close(changed=changed)
         finally:
-            for chunk in opened:
-                chunk.close(changed=False)
+            _close_all(opened)
 
     def finish_step(self) -> list[nn.Parameter]:
         """The step that ran in backward is over; returns the parameters it updated."""
@@ -280,14 +295,11 @@ class Update:
             piece = self.pieces.get(param)  # type: ignore[arg-type]
             if piece is None:
                 continue
-            if piece.record.unit in self.streams:
+            if piece.lo == piece.hi and not piece.is_whole:
+                del optimizer.state[param]  # another rank has it; a copy here would grow old
+            elif piece.record.unit in self.streams:
                 self._put_on_shelves(self.streams[piece.record.unit], piece, state)
-                continue
-            if piece.is_whole:
-                continue
-            if piece.lo == piece.hi:
-                del optimizer.state[param]
-            else:
+            elif not piece.is_whole:
                 optimizer.state[param] = {name: piece.cut(value) for name, value in state.items()}
         self._ledger.set("optimizer", self._master_bytes + _state_bytes(optimizer))
 
@@ -320,6 +332,12 @@ class Update:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.shape == piece.target.shape and value.dim():
                 state[name] = value.to(dtype)
+
+
+def _close_all(opened: deque[OpenChunk]) -> None:
+    with ExitStack() as stack:
+        for chunk in opened:
+            stack.callback(chunk.close, changed=False)
 
 
 def _rekey(optimizer: Optimizer, new_key: dict[Any, Any]) -> None:

@@ -8,7 +8,8 @@ live, and what fits in memory stays there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -30,6 +31,17 @@ class Lease(Protocol):
     def close(self, *, changed: bool) -> None:
         """Give the chunk back; what changed is kept."""
         ...
+
+
+@contextmanager
+def borrowed(lease: Lease, *, changed: bool) -> Generator[Tensor]:
+    """The bytes of ``lease``, which is closed at the end; what ``changed`` is kept unless something went wrong."""
+    try:
+        yield lease.wait()
+    except BaseException:
+        lease.close(changed=False)
+        raise
+    lease.close(changed=changed)
 
 
 class View:
@@ -69,7 +81,11 @@ class _Loan:
     def close(self, *, changed: bool) -> None:
         tensor, block, buffers = self._tensor, self._block, self._buffers
         del self._tensor, self._block
-        last = self._shelf.write(self._chunk, tensor) if changed else self._reading
+        try:
+            last = self._shelf.write(self._chunk, tensor) if changed else self._reading
+        except BaseException:
+            buffers.give(block)
+            raise
         del tensor
         if last is None:
             buffers.give(block)
@@ -107,14 +123,21 @@ class Shelf:
 
     # -- one chunk on loan --------------------------------------------------------------------------------------------
 
-    def open(self, chunk: int, buffers: Arena, priority: Priority, *, fresh: bool = False) -> Lease:
-        """Borrow a chunk; ``fresh`` if its bytes do not matter because all of them will be replaced."""
+    def open(self, chunk: int, buffers: Arena, priority: Priority, *, fresh: bool = False, wait: bool = True) -> Lease:
+        """Borrow a chunk; ``fresh`` if its bytes do not matter because all of them will be replaced. ``wait`` for a buffer if
+        there is none: whoever holds leases and only reads ahead must not, because nobody else would give any back."""
         if self.block is not None:
             self._written[chunk] = True
             return View(self.block.tensor[self.cuts[chunk] : self.cuts[chunk + 1]])
-        loan = _Loan(self, chunk, buffers.take_or_wait(self.cuts[chunk + 1] - self.cuts[chunk], _WAIT), buffers)
+        nbytes = self.cuts[chunk + 1] - self.cuts[chunk]
+        block = buffers.take_or_wait(nbytes, _WAIT) if wait else buffers.take(nbytes)
+        loan = _Loan(self, chunk, block, buffers)
         if not fresh:
-            loan.start_reading(priority)
+            try:
+                loan.start_reading(priority)
+            except BaseException:
+                loan.close(changed=False)
+                raise
         return loan
 
     # -- straight to and from memory of somebody else -----------------------------------------------------------------
@@ -153,9 +176,15 @@ class Shelf:
             return
         store, extent = self._stored()
         block = self._memory.take(self.nbytes)
-        ticket_of = {i: self.read(i, block.tensor[a:b], Priority.NEXT) for i, (a, b) in self._ranges() if self._written[i]}
-        for ticket in ticket_of.values():
-            ticket.wait()
+        tickets: list[IOTicket] = []
+        try:
+            for chunk, (a, b) in self._ranges():
+                if self._written[chunk]:
+                    tickets.append(self.read(chunk, block.tensor[a:b], Priority.NEXT))
+            _wait_for_all(tickets)
+        except BaseException:
+            self._memory.give(block)
+            raise
         store.free(extent)
         self._extent, self.block = None, block
 
@@ -163,11 +192,18 @@ class Shelf:
         """Move the shelf into ``store``."""
         if self.block is None:
             return
-        block, self._store = self.block, store
-        self._extent = store.reserve(self.key, self.cuts)
-        self.block = None
-        for ticket in [self.write(i, block.tensor[a:b]) for i, (a, b) in self._ranges() if self._written[i]]:
-            ticket.wait()
+        block, before = self.block, self._store
+        self._store, self._extent, self.block = store, store.reserve(self.key, self.cuts), None
+        tickets: list[IOTicket] = []
+        try:
+            for chunk, (a, b) in self._ranges():
+                if self._written[chunk]:
+                    tickets.append(self.write(chunk, block.tensor[a:b]))
+            _wait_for_all(tickets)
+        except BaseException:
+            store.free(self._extent)  # the bytes are still in memory: nothing has moved
+            self._store, self._extent, self.block = before, None, block
+            raise
         self._memory.give(block)
 
     def _ranges(self) -> list[tuple[int, tuple[int, int]]]:
@@ -177,3 +213,15 @@ class Shelf:
         if self._store is None or self._extent is None:
             raise InternalError(f"the {self.key} is in memory, not in a store")
         return self._store, self._extent
+
+
+def _wait_for_all(tickets: Sequence[IOTicket]) -> None:
+    """Wait until no request touches the memory any more; raises the first failure."""
+    failures: list[BaseException] = []
+    for ticket in tickets:
+        try:
+            ticket.wait()
+        except BaseException as failure:  # raised below, when the others are done
+            failures.append(failure)
+    if failures:
+        raise failures[0]

@@ -1,0 +1,74 @@
+"""A control group with a memory limit, version 1 or 2: what a container or a batch system gives a job.
+
+It is made inside the group that this process is in, so that a limit from outside still holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+_MOUNT = Path("/sys/fs/cgroup")
+
+
+class NoCgroup(Exception):
+    """A group cannot be made here; the message is the reason."""
+
+
+class Cgroup:
+    """One group. Numbers of a killed process stay readable until the group is removed."""
+
+    def __init__(self, path: Path, *, version: int) -> None:
+        self.path, self.version = path, version
+
+    def kills(self) -> int:
+        """How many processes the kernel has killed for memory in it."""
+        text = (self.path / ("memory.oom_control" if self.version == 1 else "memory.events")).read_text()
+        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+
+    def peak_bytes(self) -> int | None:
+        """The most that was ever charged to it, reclaimable file pages included."""
+        with contextlib.suppress(OSError):
+            return int((self.path / ("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")).read_text())
+        return None
+
+
+def _parent() -> tuple[Path, int]:
+    """The folder of the group that this process is in, and the version."""
+    version, root = (1, _MOUNT / "memory") if (_MOUNT / "memory").is_dir() else (2, _MOUNT)
+    wanted = "memory" if version == 1 else ""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == wanted:
+            own = root / path.lstrip("/")
+            # In a container the path may be the host's; then the root of what is mounted is this process' group.
+            return (own if own.is_dir() else root), version
+    return root, version
+
+
+@contextmanager
+def memory_cgroup(name: str, limit_bytes: int) -> Generator[Cgroup]:
+    """A group of exactly this size; needs root, and in version 2 a parent that hands the memory controller down."""
+    parent, version = _parent()
+    path = parent / f"{name}-{os.getpid()}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        raise NoCgroup(f"{parent}: {error.strerror}") from error
+    try:
+        limit = path / ("memory.limit_in_bytes" if version == 1 else "memory.max")
+        try:
+            if not limit.exists():
+                raise NoCgroup(f"{parent} does not hand the memory controller down")
+            limit.write_text(str(limit_bytes))
+        except OSError as error:
+            raise NoCgroup(f"{limit}: {error.strerror}") from error
+        yield Cgroup(path, version=version)
+    finally:
+        with contextlib.suppress(OSError):
+            (path / "memory.force_empty").write_text("0")
+        with contextlib.suppress(OSError):
+            path.rmdir()
