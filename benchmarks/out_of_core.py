@@ -87,7 +87,7 @@ def size_bytes(text: str) -> int:
 
 def plain_setting(plan: Plan) -> Setting:
     activations = 96 * plan.shape.width * plan.shape.batch * plan.shape.context * plan.shape.layers
-    return Setting(name=REFERENCE, kind="plain", need_bytes=16 * parameter_count(plan.shape) + activations + 300 * MIB)
+    return Setting(name=REFERENCE, kind="plain", warm_up=LEARNING_STEPS, need_bytes=16 * parameter_count(plan.shape) + activations + 300 * MIB)
 
 
 def lowtide_setting(name: str, memory: str, update: str, activations: str) -> Setting:

@@ -164,7 +164,7 @@ def _record(*, host: int, disk: int) -> StepRecord:
 
 
 def _shown(kind: type[Bar | Lines], limits: Limits) -> str:
-    console = Console(file=io.StringIO(), width=100, force_terminal=kind is Bar)
+    console = Console(file=io.StringIO(), width=80, force_terminal=kind is Bar)
     reporter: Reporter = kind(console)
     reporter.start(1, limits)
     reporter.step(_record(host=600 * MIB, disk=1200 * MIB))
@@ -174,9 +174,9 @@ def _shown(kind: type[Bar | Lines], limits: Limits) -> str:
 
 @pytest.mark.parametrize("kind", [Bar, Lines])
 def test_what_is_limited_is_shown_against_its_limit(kind: type[Bar | Lines]) -> None:
-    both = _shown(kind, Limits(host_bytes=1024 * MIB, disk_bytes=3000 * MIB))
-    assert "600.0 MiB of 1,024.0 MiB" in both
-    assert "1,200.0 MiB of 3,000.0 MiB" in both
+    both = _shown(kind, Limits(host_bytes=1000 * MIB, disk_bytes=78 << 30))
+    assert "600 of 1000 MiB" in both
+    assert "1.17 of 78.00 GiB" in both
     assert "host" not in _shown(kind, Limits(disk_bytes=3000 * MIB))
     assert " of " not in _shown(kind, Limits())
 

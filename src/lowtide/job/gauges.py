@@ -9,10 +9,9 @@ from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from lowtide.job.placement import mebibytes
 from lowtide.job.records import StepRecord
 
-_BAR_WIDTH = 16
+_BAR_WIDTH = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,10 @@ class Gauge:
 
     @property
     def text(self) -> str:
-        return f"{mebibytes(self.used_bytes)} of {mebibytes(self.limit_bytes)}"
+        """Short, so that two bars with their numbers fit in 80 columns."""
+        if self.limit_bytes < 2**30:
+            return f"{self.used_bytes / 2**20:.0f} of {self.limit_bytes / 2**20:.0f} MiB"
+        return f"{self.used_bytes / 2**30:.2f} of {self.limit_bytes / 2**30:.2f} GiB"
 
 
 def gauges(record: StepRecord, limits: Limits) -> list[Gauge]:

@@ -157,7 +157,8 @@ def _placement(
         return Placement(units, None, None)
     free = needs.budget - needs.slack - base
     slots = 3 if working_bytes(needs, slots=3, chunks=4) <= 0.5 * free else 2
-    largest_states = max((u.optimizer for u in needs.units), default=0) if needs.in_backward else 0
-    wanted = max(largest_states + 2 * needs.chunk_bytes, 8 * needs.chunk_bytes)
+    # All that the update of one unit reads, so that it can be there before the unit is, and what is being written.
+    largest_update = max((u.optimizer + (0 if needs.in_backward else u.gradients) for u in needs.units), default=0)
+    wanted = max(largest_update + 2 * needs.chunk_bytes, 8 * needs.chunk_bytes)
     room = int(0.5 * free) - working_bytes(needs, slots=slots, chunks=0)
     return Placement(units, slots * needs.largest, max(2 * needs.chunk_bytes, min(wanted, room)))

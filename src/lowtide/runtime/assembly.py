@@ -19,6 +19,7 @@ from lowtide.runtime.activations import Activations
 from lowtide.runtime.backward_update import BackwardUpdate
 from lowtide.runtime.budget import Budget
 from lowtide.runtime.buffers import Buffers
+from lowtide.runtime.due import DueUpdate
 from lowtide.runtime.exchange import Exchange
 from lowtide.runtime.grad_facts import GradFacts
 from lowtide.runtime.grad_store import ShelvedGrads
@@ -111,6 +112,7 @@ class Assembly:
         self.activations = Activations(
             self.residency, self.placer, self.budget, self._spill_store(), needed=self.needed_in_backward
         )
+        self.due = DueUpdate(self.grads, self.residency, self.update)
         self.backward_update: BackwardUpdate | None = None
         if config.update.in_backward:
             self.backward_update = BackwardUpdate(self.grads, self.residency, self.update, self.activations.saved)

@@ -33,8 +33,9 @@ class Entry:
 class ChunkedStep:
     """One step of ``optimizer`` under way. Nothing that the caller can see of it changes before ``finish``."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, put_off: bool = False) -> None:
         self._optimizer = optimizer
+        self._put_off = put_off  # calls come later, when the caller may have changed the options for the next step
         self._step: Callable[..., Any] = plain_step(type(optimizer).plain_class)  # pyright: ignore[reportAttributeAccessIssue]
         self._groups = list(optimizer.param_groups)
         self._params = [group["params"] for group in self._groups]
@@ -61,6 +62,12 @@ class ChunkedStep:
         """What ``optimizer.state`` will hold of ``param`` after the step."""
         self._small[param] = state
 
+    def changed_options(self) -> bool:
+        """Whether the optimizer changed its groups or counters in this step."""
+        now = [_copied({k: v for k, v in group.items() if k != "params"}) for group in self._groups]
+        counters = {k: getattr(self._optimizer, k) for k in self._counters}
+        return repr(now) != repr(self._options) or counters != self._counters
+
     def finish(self) -> None:
         """All calls are done: let the caller see the new small states."""
         self._optimizer.state.update(self._small)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -86,10 +93,11 @@ class ChunkedStep:
         """The optimizer with only these tensors in its groups, and as it was before the step."""
         optimizer = self._optimizer
         state, groups = optimizer.state, optimizer.param_groups
-        if self._ran:
+        present = [(self._groups[index], dict(self._groups[index])) for index in lists] if self._put_off else []
+        if self._ran and not self._put_off:
             vars(optimizer).update(self._counters)
         for index in lists:
-            if index in self._ran:
+            if index in self._ran or self._put_off:
                 self._groups[index].update(_copied(self._options[index]))
             self._groups[index]["params"] = lists[index]
         optimizer.param_groups = [self._groups[index] for index in sorted(lists)]
@@ -100,6 +108,8 @@ class ChunkedStep:
             optimizer.state, optimizer.param_groups = state, groups
             for index in lists:
                 self._groups[index]["params"] = self._params[index]
+            for group, options in present:
+                group.update(options)
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Engine(Assembly):
         self._demanded: set[Unit] = set()  # pinned outside their modules, until the pass ends
         self._poison: str | None = None
         self._touch: Touch | None = None
+        self.grad_facts.before_change = self._settle
 
     def start(self, optimizer: Optimizer | None = None) -> None:
         """Take over the model: from here on its parameters are ours."""
@@ -123,6 +124,7 @@ class Engine(Assembly):
         pinned: list[Unit] = []
         try:
             for unit in units:
+                self._settle(unit)
                 self.residency.pin(unit)
                 pinned.append(unit)
         except BaseException:
@@ -137,6 +139,7 @@ class Engine(Assembly):
             if order.observe(unit):
                 for following in order.after(unit, self.config.comm.prefetch):
                     self.residency.prefetch(following)
+                    self.due.expect(following)
 
     def after_forward(self, units: Sequence[Unit]) -> None:
         """That module is done."""
@@ -180,6 +183,7 @@ class Engine(Assembly):
         """Autograd is about to accumulate the gradient of parameter ``key``."""
         self.check()
         self._in_backward()
+        self._settle(self.grads.by_key[key].unit)
         self.grads.arriving(self.grads.by_key[key], grad)
 
     def grad_arrived(self, key: int) -> None:
@@ -231,7 +235,7 @@ class Engine(Assembly):
 
     def step(self, optimizer: Optimizer) -> bool:
         """Update all parameters, or, if a gradient is not finite, none. Returns whether the step was taken."""
-        self.check()
+        self.settle()
         self._reset_after_failure()
         self.grads.refuse_unreduced()
         if (unit := self.residency.pinned()) is not None:
@@ -247,7 +251,9 @@ class Engine(Assembly):
             return False
         self.residency.forget()
         try:
-            updated = self.update.run(optimizer)
+            updated = self.due.begin(optimizer) if self.placer.steady else None
+            if updated is None:
+                updated = self.update.run(optimizer)
             if self.config.stage.optimizer:
                 self._publish()
             self._note_written(updated)
@@ -260,7 +266,7 @@ class Engine(Assembly):
 
     def _after_step(self) -> None:
         self.trace("update", "")
-        self.placer.after_step(self.activations.saved, self.residency, self.grads, self.update)
+        self.placer.after_step(self.activations.saved, self.residency, self.grads, self.update, self.due)
 
     def _end_step_in_backward(self, backward_update: BackwardUpdate) -> bool:
         taken, bad_unit = backward_update.end_step()
@@ -309,6 +315,7 @@ class Engine(Assembly):
         self.check()
         if unit not in self._demanded:
             self.trace("demand", unit.name)
+            self._settle(unit)
             self.residency.pin(unit)
             self._demanded.add(unit)
         return function(*args, **kwargs)
@@ -343,6 +350,26 @@ class Engine(Assembly):
         if self._poison is not None:
             raise errors.Poisoned(self._poison)
         self.group.watch.raise_if_failed("the next call")
+
+    def settle(self) -> None:
+        """Somebody looks at parameters or states: do what was put off."""
+        self.check()
+        for unit in self.units if self.due.pending else ():
+            self._settle(unit)
+
+    def _settle(self, unit: Unit) -> None:
+        try:
+            self.due.settle(unit)
+        except BaseException as error:
+            self._poison = f"{type(error).__name__}: {error}"
+            raise
+
+    def before_load(self) -> None:
+        """Values are about to be replaced: finish a step that was put off, or, after a failure, forget it."""
+        if self._poison is None:
+            self.settle()
+        else:
+            self.due.forget()
 
     def after_load(self) -> None:
         """All parameters have been loaded anew: whole copies are old, and a half-finished update is forgiven."""

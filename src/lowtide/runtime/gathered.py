@@ -15,7 +15,7 @@ from lowtide.runtime.unit import Unit
 @contextmanager
 def gathered(engine: Engine, params: Sequence[nn.Parameter], *, write: bool) -> Generator[None]:
     """Pin the units of ``params``; on leaving, make rank 0's values everybody's if ``write``."""
-    engine.check()
+    engine.settle()
     units = sorted({engine.unit_of[p] for p in params}, key=lambda u: u.index)
     pinned: list[Unit] = []
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from lowtide.comm.group import Group
@@ -11,6 +13,7 @@ from lowtide.runtime.exchange import Exchange
 from lowtide.runtime.grad_store import Change, all_finite
 from lowtide.runtime.grads import GradRecord, Grads
 from lowtide.runtime.sharded_grad import ShardedGrad
+from lowtide.runtime.unit import Unit
 from lowtide.stages import Stage
 
 
@@ -21,6 +24,8 @@ class GradFacts:
         self._group, self._exchange, self._stage, self._name_of = group, exchange, stage, name_of
         self._norm_cache: dict[float, dict[int, float]] = {}
         self.grads: Grads  # set once they exist; they need an owner first
+        self.before_change: Callable[[Unit], None] = lambda _: None
+        """Called before a gradient on a shelf changes: an update that was put off still needs the old one."""
 
     # -- norms --------------------------------------------------------------------------------------------------------
 
@@ -68,6 +73,7 @@ class GradFacts:
 
     def note_change(self, grad: ShardedGrad, change: Change) -> None:
         record = self.grads.by_key[grad.key]
+        self.before_change(record.unit)
         self.grads.shelves[record.unit].change(record.index, change)
 
     def whole_of(self, grad: ShardedGrad) -> Tensor:

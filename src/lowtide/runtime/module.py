@@ -38,7 +38,7 @@ class ShardedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Plain names and tensors. Where parameters are sharded, all on rank 0 and none on others: every rank must call it."""
         engine = self.lowtide_engine
-        engine.check()
+        engine.settle()
         if not engine.config.stage.parameters:
             return super().state_dict(*args, **kwargs)
         _refuse_above_budget(engine)
@@ -58,6 +58,7 @@ class ShardedModule(nn.Module):
         engine = self.lowtide_engine
         if assign:
             raise Refused("load_state_dict(assign=True) would replace sharded parameters; leave assign out to copy the values.")
+        engine.before_load()
         with _loading(engine):
             result = super().load_state_dict(state_dict, strict=strict)
         for name, param in self.named_parameters(remove_duplicate=False):
@@ -162,7 +163,7 @@ def _refuse_above_budget(engine: Engine) -> None:
 
 def sharded_state_dict(engine: Engine) -> dict[str, Tensor]:
     """This rank's part of every parameter, flat in memory order, by plain name; and the buffers. No rank waits for another."""
-    engine.check()
+    engine.settle()
     out: dict[str, Tensor] = {}
     for unit in engine.units:
         with engine.residency.shard(unit, write=False) as shard:

@@ -44,7 +44,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in PyTorch, with whole tensors. Where states are sharded: on rank 0 only; every rank must call it."""
         engine = self.lowtide_engine
-        engine.check()
+        engine.settle()
         local = super().state_dict()
         _add_streamed(self, local)
         if not engine.config.stage.optimizer or engine.group.shard.size == 1:
@@ -58,6 +58,7 @@ class ShardedOptimizer(Optimizer):
                 "load_state_dict was given an empty state_dict: optimizer.state_dict() is whole on rank 0 and empty elsewhere. "
                 "Save it on rank 0 and load that on every rank."
             )
+        self.lowtide_engine.before_load()
         update = self.lowtide_engine.update
         with update.on_pieces(self):
             super().load_state_dict(state_dict)

@@ -17,6 +17,7 @@ from lowtide.config import Config
 from lowtide.errors import OverBudget
 from lowtide.planning.placement import Needs, Placement, Tier, UnitNeeds, UnitPlacement, after_measuring, at_start
 from lowtide.runtime.budget import Budget
+from lowtide.runtime.due import DueUpdate
 from lowtide.runtime.grads import Grads
 from lowtide.runtime.probe import large_states
 from lowtide.runtime.residency import Residency
@@ -142,7 +143,12 @@ class Placer:
 
     # -- between steps ------------------------------------------------------------------------------------------------
 
-    def after_step(self, saved: SavedViews, residency: Residency, grads: Grads, update: Update) -> None:
+    @property
+    def steady(self) -> bool:
+        """Whether bytes stay where they are from now on, unless the budget is overdrawn."""
+        return self._needs is None or self._steps >= _LEARNING_STEPS
+
+    def after_step(self, saved: SavedViews, residency: Residency, grads: Grads, update: Update, due: DueUpdate) -> None:
         """Learn from the step, and move what should live elsewhere."""
         self._steps += 1
         if self._needs is None:
@@ -151,6 +157,7 @@ class Placer:
         peak = self._budget.peak
         overdrawn = peak > self._needs.budget - self._needs.slack // 2
         if self._steps <= _LEARNING_STEPS or overdrawn:
+            due.settle_all()
             measured = zip(self._needs.units, self._activations, strict=True)
             self._needs = replace(self._needs, units=tuple(replace(u, activations=a) for u, a in measured))
             self._move_to(after_measuring(self._needs, peak, self.placement, self._policies), residency, grads, update)

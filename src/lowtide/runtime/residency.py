@@ -100,7 +100,7 @@ class Residency:
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def reserve(self, unit: Unit, *, resident: bool, store: Store | None) -> None:
-        """Take room for the home: the whole unit, in memory for good, if ``resident``; else the shard, in a store if given."""
+        """Take room for the home: the whole unit, in memory, if ``resident``; else the shard, in the store if there is one."""
         layout, rank = unit.layout, self._group.shard.rank
         stays_whole = resident or self._group.shard.size == 1
         covers = (0, layout.nbytes) if stays_whole else (layout.cuts[rank], layout.cuts[rank + 1])
@@ -439,8 +439,7 @@ def _fill(views: Sequence[Tensor], flat_values: Sequence[Tensor]) -> None:
 
 
 def _gather(unit: Unit, whole: Tensor, place: _Place) -> Callable[[Wire, list[bytes]], None]:
-    lo, hi = place.covers
-    reads, home = place.reads, place.home.block
+    (lo, hi), reads, home = place.covers, place.reads, place.home.block
 
     def work(wire: Wire, _: list[bytes]) -> None:
         wait_all(reads)

@@ -156,7 +156,7 @@ class UnitStream:
     def open(
         self, number: int, priority: Priority, *, with_values: bool, only: str | None = None, wait: bool = True
     ) -> OpenChunk:
-        """Start bringing a chunk. ``with_values``: its parameters and gradients too; else both are in memory elsewhere.
+        """Start bringing a chunk. ``with_values``: its parameters too; else they are in a slot when it is updated.
         ``wait``: see ``Shelf.open``."""
         opened = OpenChunk(number)
         try:
@@ -166,8 +166,8 @@ class UnitStream:
                     opened.leases[name] = kind.shelf.open(number, self._buffers, priority, fresh=fresh, wait=wait)
             if with_values:
                 opened.values = self._residency.open_chunk(self.unit, number, self._buffers, priority, wait=wait)
-                if only is None and self.shelved is not None and self.shelved.shelf.has(number):
-                    opened.grads = self.shelved.open(number, priority, wait=wait)
+            if only is None and self.shelved is not None and self.shelved.shelf.has(number):
+                opened.grads = self.shelved.open(number, priority, wait=wait)
         except BaseException:
             opened.close(changed=False)
             raise

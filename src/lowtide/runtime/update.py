@@ -9,7 +9,7 @@ or each unit by itself as soon as its gradients are there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -66,6 +66,8 @@ class Update:
         self.pieces: dict[nn.Parameter, Piece] = {}
         self.streams: dict[Unit, UnitStream] = {}
         """Units that are updated by chunks."""
+        self.may_put_off = False
+        """Whether the last step showed that the optimizer counts steps nowhere but in its states."""
         self._master_bytes = 0
         self._pieces_begun = False
         self._step: ChunkedStep | None = None  # that is under way, in backward until ``finish_step``, or was the last
@@ -176,6 +178,7 @@ class Update:
                 opened.popleft().close(changed=changed)
         finally:
             _close_all(opened)
+        self.may_put_off = not step.changed_options()
         step.finish()
 
     def _open_next(self, stream: UnitStream, number: int, opened: deque[OpenChunk], *, with_values: bool) -> bool:
@@ -244,11 +247,31 @@ class Update:
             self._step, self._updated = ChunkedStep(optimizer), []
         self.forget_expected(but=unit)
         with torch.no_grad():
-            self._run_chunks(self._step, unit, grads)
+            self._run_chunks(self._step, unit, lambda chunk: self._cut_grads(unit, chunk, grads))
         self._updated += [p for p, g in zip(unit.params, grads, strict=True) if g is not None and self._step.owns(p)]
 
-    def _run_chunks(self, step: ChunkedStep, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        stream, starts = self.streams[unit], [self._grads.kept_range(unit, i)[0] for i in range(len(grads))]
+    def run_due(self, step: ChunkedStep, unit: Unit, present: frozenset[int]) -> None:
+        """Update one unit from its gradients on the shelf; ``present``: the parameters that had one when the step was taken."""
+        self.forget_expected(but=unit)
+        with torch.no_grad():
+            self._run_chunks(step, unit, lambda chunk: self._shelved_grads(unit, chunk, present))
+
+    def _shelved_grads(self, unit: Unit, chunk: OpenChunk, present: frozenset[int]) -> list[Tensor | None]:
+        parts, shelved = unit.chunks[chunk.number].parts, self.streams[unit].shelved
+        if chunk.grads is None or shelved is None:
+            return [None] * len(parts)
+        stored = shelved.ready(chunk.number, chunk.grads.wait())
+        return [grad if part.index in present else None for part, grad in zip(parts, stored, strict=True)]
+
+    def _cut_grads(self, unit: Unit, chunk: OpenChunk, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        row: list[Tensor | None] = []
+        for part in unit.chunks[chunk.number].parts:
+            grad, start = grads[part.index], self._grads.kept_range(unit, part.index)[0]
+            row.append(None if grad is None else grad[part.lo - start : part.hi - start])
+        return row
+
+    def _run_chunks(self, step: ChunkedStep, unit: Unit, grads_of: Callable[[OpenChunk], Sequence[Tensor | None]]) -> None:
+        stream = self.streams[unit]
         opened = self._ahead.pop(unit, deque())
         count = len(unit.chunks)
         try:
@@ -256,11 +279,7 @@ class Update:
                 while (following := number + len(opened)) < count:
                     if not self._open_next(stream, following, opened, with_values=False):
                         break
-                row = [
-                    None if (g := grads[p.index]) is None else g[p.lo - starts[p.index] : p.hi - starts[p.index]]
-                    for p in unit.chunks[number].parts
-                ]
-                changed = stream.update(opened[0], step, row)
+                changed = stream.update(opened[0], step, grads_of(opened[0]))
                 opened.popleft().close(changed=changed)
         finally:
             _close_all(opened)
