@@ -8,7 +8,7 @@
     python benchmarks/out_of_core.py --markdown all.json                                the tables for a README
 
 Steps alternate with plain PyTorch's wherever both fit in memory; every ratio is taken within a round. Exit code 1: a loss of
-lowtide's differed from plain PyTorch's in some digit.
+lowtide's differed from plain PyTorch's in some digit, or the run ended early (what was measured is written all the same).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 from benchkit import machine
 from benchkit.disk_limits import mixed_limit, write_once
 from benchkit.out_of_core_report import entries, markdown, merge, plot, wrong_losses
-from benchkit.peers import PeerUnavailable, deepspeed_python
+from benchkit.peers import PeerUnavailable, deepspeed_operations, deepspeed_python
 from benchkit.turns import QUIET_SHARE, REFERENCE, SOURCE, THREADS, Pace, Record, Setting, Solo, Turns, in_sequence, say
 from workers.gpt import Shape
 
@@ -45,9 +45,9 @@ BUILDING_BYTES_PER_PARAMETER = 16  # 12 on disk for good, 4 more while the model
 LEARNING_STEPS = 3  # in which lowtide finds its placement
 
 MODEL_705M = Shape(layers=24, width=1536, heads=12, tokens=8192, context=256, batch=2)
-MODEL_QUICK = Shape(layers=6, width=512, heads=8, tokens=1024, context=64, batch=2)
+MODEL_QUICK = Shape(layers=6, width=512, heads=8, tokens=1024, context=16, batch=1)
 LAYER_LARGEST = Shape(layers=1, width=3072, heads=24, tokens=8192, context=256, batch=2)
-LAYER_LARGEST_QUICK = Shape(layers=1, width=768, heads=8, tokens=1024, context=64, batch=2)
+LAYER_LARGEST_QUICK = Shape(layers=1, width=768, heads=8, tokens=1024, context=16, batch=1)
 
 # name: memory number of the real and of the quick run, update, activations
 LOWTIDE = {
@@ -87,7 +87,12 @@ def size_bytes(text: str) -> int:
 
 def plain_setting(plan: Plan) -> Setting:
     activations = 96 * plan.shape.width * plan.shape.batch * plan.shape.context * plan.shape.layers
-    return Setting(name=REFERENCE, kind="plain", warm_up=LEARNING_STEPS, need_bytes=16 * parameter_count(plan.shape) + activations + 300 * MIB)
+    return Setting(
+        name=REFERENCE,
+        kind="plain",
+        warm_up=LEARNING_STEPS,
+        need_bytes=16 * parameter_count(plan.shape) + activations + 300 * MIB,
+    )
 
 
 def lowtide_setting(name: str, memory: str, update: str, activations: str) -> Setting:
@@ -123,13 +128,20 @@ def deepspeed_settings(plan: Plan) -> tuple[list[Setting], list[Record]]:
     if not wanted:
         return [], []
     try:
-        python = str(deepspeed_python(HERE / ".peers", say))
+        python = deepspeed_python(HERE / ".peers", say)
+        environment = deepspeed_operations(python, HERE / ".peers", say)
     except PeerUnavailable as error:
-        say(f"DeepSpeed cannot be installed: {error}")
+        say(f"DeepSpeed cannot be run: {error}")
         missing = [Record(name, "deepspeed", "deepspeed", {"sub_group": DEEPSPEED[name]}) for name in wanted]
         return [], [replace(record, failure=f"not installed: {error}") for record in missing]
-    cap: dict[str, Any] = {"cap_bytes": DEEPSPEED_CAP_BYTES, "cap_without_cgroup": True, "python": python}
-    return [Setting(name=n, kind="deepspeed", options={"sub_group": DEEPSPEED[n]}, **cap) for n in wanted], []
+    common: dict[str, Any] = {
+        "kind": "deepspeed",
+        "cap_bytes": DEEPSPEED_CAP_BYTES,
+        "cap_without_cgroup": True,
+        "python": str(python),
+        "environment": environment,
+    }
+    return [Setting(name=name, options={"sub_group": DEEPSPEED[name]}, **common) for name in wanted], []
 
 
 def groups(plan: Plan, settings: Sequence[Setting]) -> list[list[Setting]]:
@@ -190,9 +202,10 @@ class Run:
         self.records += missing
         if settings:
             plain = plain_setting(self._plan)
-            self.records += in_sequence(
-                "deepspeed", [plain, *settings, plain], shape=self._plan.shape, folder=self._folder, pace=self._plan.pace
-            )
+            self._in_sequence("deepspeed", [plain, *settings, plain], self._plan.shape, self._plan.pace)
+
+    def _in_sequence(self, group: str, settings: list[Setting], shape: Shape, pace: Pace) -> None:
+        in_sequence(group, settings, shape=shape, folder=self._folder, pace=pace, records=self.records)
 
     def _largest(self) -> None:
         layer = LAYER_LARGEST_QUICK if self._plan.quick else LAYER_LARGEST
@@ -204,10 +217,9 @@ class Run:
         memory = "800MiB" if self._plan.quick else "8GiB"
         say(f"largest: {parameter_count(shape) / 1e9:.2f} B parameters in {shape.layers} layers, {free / 1e9:.0f} GB to use")
         setting = replace(lowtide_setting("largest", memory, "backward", "auto"), warm_up=0)
+        setting.options["layers"] = shape.layers
         pace = replace(self._plan.pace, rounds=2, deadline_seconds=4 * DEADLINE_SECONDS)
-        records = in_sequence("largest", [setting], shape=shape, folder=self._folder, pace=pace)
-        records[0].options["shape"] = asdict(shape)
-        self.records += records
+        self._in_sequence("largest", [setting], shape, pace)
 
 
 def source_digest() -> str:
@@ -236,7 +248,15 @@ def run(plan: Plan, command: str, spool: Path) -> dict[str, Any]:
     facts, digest, began = machine.facts(), source_digest(), datetime.now(timezone.utc)
     with spool_folder(spool) as folder:
         job = Run(plan, folder)
-        job.all_parts()
+        ended_early = None
+        try:
+            job.all_parts()
+        except (SystemExit, KeyboardInterrupt) as error:
+            # What took an hour to measure is kept.
+            ended_early = f"{type(error).__name__}: {error}"
+            say(f"ended early: {ended_early}")
+            for record in job.records:
+                record.failure = record.failure or (None if record.memory else "the run ended early")
     about = {
         "date": began.isoformat(timespec="seconds"),
         "command": command,
@@ -246,6 +266,7 @@ def run(plan: Plan, command: str, spool: Path) -> dict[str, Any]:
         "disk_limits": job.disk,
         "rounds": plan.pace.rounds,
         "quick": plan.quick,
+        "ended_early": ended_early,
     }
     return {
         "benchmark": "out_of_core",
@@ -267,8 +288,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(ALL), help=f"some of {', '.join(ALL)}, largest (plain runs where needed)")
     parser.add_argument("--budgets", default="1.5,2,3,4,8", help="GiB of the control groups that lowtide is put into")
     parser.add_argument("--largest", action="store_true", help="also the largest model that the free disk allows")
-    parser.add_argument("--rounds", type=int, default=5, help="measured steps of every system")
-    parser.add_argument("--budget-rounds", type=int, default=3, help="the same for those in control groups")
+    parser.add_argument("--rounds", type=int, help="measured steps of every system, default 5")
+    parser.add_argument("--budget-rounds", type=int, help="the same for those in control groups, default 3")
     parser.add_argument("--patience", type=int, default=3, help="rounds to repeat when other processes keep the machine busy")
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for others before each round")
     parser.add_argument("--memory", type=float, default=21.0, metavar="GiB", help="what all systems alive together may need")
@@ -284,6 +305,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     unknown = [name for name in names if name not in (*ALL, "largest")]
     if unknown:
         parser.error(f"unknown system {unknown[0]!r}; allowed: {', '.join(ALL)}, largest")
+    chosen.rounds = (2 if chosen.quick else 5) if chosen.rounds is None else chosen.rounds
+    chosen.budget_rounds = (1 if chosen.quick else 3) if chosen.budget_rounds is None else chosen.budget_rounds
     if min(chosen.rounds, chosen.budget_rounds) < 1:
         parser.error("--rounds and --budget-rounds must be at least 1")
     chosen.names = tuple(dict.fromkeys([*names, *(["largest"] if chosen.largest or chosen.quick else [])]))
@@ -335,7 +358,7 @@ def main(arguments: list[str]) -> int:
     wrong = wrong_losses(result)
     for sentence in wrong:
         say(f"WRONG: {sentence}")
-    return 1 if wrong else 0
+    return 1 if wrong or any(run["ended_early"] for run in result["runs"]) else 0
 
 
 if __name__ == "__main__":

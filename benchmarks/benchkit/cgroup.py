@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+EMPTYING_SECONDS = 10.0
 _MOUNT = Path("/sys/fs/cgroup")
 
 
@@ -68,7 +71,19 @@ def memory_cgroup(name: str, limit_bytes: int) -> Generator[Cgroup]:
             raise NoCgroup(f"{limit}: {error.strerror}") from error
         yield Cgroup(path, version=version)
     finally:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """End what is left in the group, compilers that a killed process had started for one, and take the group away."""
+    give_up = time.monotonic() + EMPTYING_SECONDS
+    while time.monotonic() < give_up:
+        for pid in (path / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
         with contextlib.suppress(OSError):
             (path / "memory.force_empty").write_text("0")
         with contextlib.suppress(OSError):
             path.rmdir()
+            return
+        time.sleep(0.05)

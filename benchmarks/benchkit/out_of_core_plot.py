@@ -59,7 +59,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
         x = entry["cap_bytes"] / 1e9
         axis.scatter(x, top, s=70, marker="x", color=BAD, zorder=3)
         note = f"{_name(entry)}:\nkilled at {entry['cap_bytes'] / 2**30:.1f} GiB"
-        axis.annotate(note, (x, top), xytext=(-9, 0), textcoords="offset points", ha="right", va="center", fontsize=9, color=BAD)
+        axis.annotate(
+            note, (x, top), xytext=(-9, 0), textcoords="offset points", ha="right", va="center", fontsize=9, color=BAD
+        )
     right = max([p["x"] for p in points] + [e["cap_bytes"] / 1e9 for e in killed])
     axis.set_xlim(0, right * 1.16)
     axis.set_ylim(min(0.8, min(p["y"] for p in points) - 0.1), top + 0.25 * max(0.4, top - 1))

@@ -177,7 +177,7 @@ def _label(entry: Entry) -> str:
     if entry["kind"] == "deepspeed":
         sub_group = options.get("sub_group")
         return f"DeepSpeed ZeRO-3 NVMe, {'default' if sub_group is None else f'sub-group {sub_group:.0e}'.replace('e+0', 'e')}"
-    return f"**lowtide** `memory=\"{options['memory']}\"`, update in {options['update']}, activations {options['activations']}"
+    return f'**lowtide** `memory="{options["memory"]}"`, update in {options["update"]}, activations {options["activations"]}'
 
 
 def _gb(nbytes: float) -> str:
@@ -209,8 +209,8 @@ def _plain_row(plains: list[Entry]) -> str:
 
 
 def _main_table(result: Entry) -> str:
-    head = "| system | step, s | against plain | peak, GB | with pages of files | disk read + written per step, GB | waits for it |"
-    rows = [head + " losses as plain's |", "|---|---|---|---|---|---|---|---|"]
+    head = "| system | step, s | against plain | peak, GB | with pages of files | disk read + written per step, GB |"
+    rows = [head + " waits for it | losses as plain's |", "|---|---|---|---|---|---|---|---|"]
     plains = [e for e in result["systems"] if e["system"] == REFERENCE and e["failure"] is None]
     rows += [_plain_row(plains)] if plains else []
     for e in result["systems"]:
@@ -253,7 +253,8 @@ def _sentences(result: Entry) -> list[str]:
     ratios = [e["shard_over_write_once"] for e in alive if e.get("shard_over_write_once")]
     if ratios:
         made.append(
-            f"`shard()` takes {min(ratios):.2f}–{max(ratios):.2f} × the time of writing the same bytes once ({len(ratios)} runs)."
+            f"`shard()` takes {min(ratios):.2f}–{max(ratios):.2f} × the time of writing the same bytes once "
+            f"({len(ratios)} systems)."
         )
     for e in alive:
         stream = e.get("update_stream")
@@ -265,8 +266,9 @@ def _sentences(result: Entry) -> list[str]:
             )
         if e["system"] == "largest":
             made.append(
-                f"Largest model: {e['facts']['parameters'] / 1e9:.2f} B parameters in `memory=\"{e['options']['memory']}\"`, "
-                f"{e['steps']} steps of {e['step_seconds']['median']:.0f} s, losses {', '.join(f'{x:.4f}' for x in e['losses'])}, "
+                f'Largest model: {e["facts"]["parameters"] / 1e9:.2f} B parameters in `memory="{e["options"]["memory"]}"`, '
+                f"{e['steps']} steps of {e['step_seconds']['median']:.0f} s, "
+                f"losses {', '.join(f'{x:.4f}' for x in e['losses'])}, "
                 f"peak {_gb(e['peak_anonymous_bytes'])} GB, {_gb(e['disk_bytes'])} GB on disk, "
                 f"built in {e['facts']['build_seconds']:.0f} s, sharded in {e['shard_seconds']:.0f} s."
             )
@@ -283,7 +285,7 @@ def _conditions(result: Entry) -> str:
         f"{model['parameters'] / 1e6:.0f} M parameters, {model['batch']} × {model['context']} tokens, {model['dtype']}, "
         f"{model['optimizer']}, {model['threads']} threads; {facts['cores']} cores ({facts['processor']}), "
         f"{(facts['memory_bytes'] or 0) / GIB:.0f} GiB; {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}; {dates}; "
-        f"median of {min(counts, default=0)} or more steps, {interval_name(min(counts, default=1))} of the ratio within a round. "
+        f"median of {min(counts, default=0)} or more steps, {interval_name(min(counts, default=1))} of the ratio in a round. "
         "Peak: without pages of files, which the kernel can drop. DeepSpeed does not fit beside plain PyTorch: its ratio is to "
         "plain steps right before and after."
     )

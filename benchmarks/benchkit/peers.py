@@ -11,6 +11,7 @@ from pathlib import Path
 
 DEEPSPEED = "0.19.8"
 PIP_SECONDS = 1800
+OPS = "CPUAdamBuilder", "AsyncIOBuilder"
 
 
 class PeerUnavailable(Exception):
@@ -46,3 +47,19 @@ def deepspeed_python(folder: Path, say: Callable[[str], None]) -> Path:
     _run([*pip, f"deepspeed=={DEEPSPEED}", "--no-build-isolation"], environment)
     mark.write_text(wanted)
     return python
+
+
+def deepspeed_operations(python: Path, folder: Path, say: Callable[[str], None]) -> dict[str, str]:
+    """The environment in which DeepSpeed finds its compiled optimizer and disk queue; compiled here, once, before anything
+    is measured. Needs a C++ compiler, and the headers of libaio (Debian: libaio-dev)."""
+    extra = {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+    # A run that was ended while it compiled leaves a lock behind, for which the next one would wait for ever.
+    for lock in (folder / "extensions").rglob("lock"):
+        lock.unlink()
+    say("compiling DeepSpeed's operations, if they are not there yet")
+    names = ", ".join(OPS)
+    program = f"from deepspeed.ops.op_builder import {names}\nfor build in ({names}): build().load(verbose=False)"
+    environment = {**os.environ, **extra, "DS_ACCELERATOR": "cpu", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+    _run([str(python), "-c", program], environment)
+    return {**extra, "PATH": environment["PATH"]}

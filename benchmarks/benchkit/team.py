@@ -35,6 +35,7 @@ class Job:
     worker: Path = WORKER
     threads: int = 1
     options: dict[str, Any] = field(default_factory=dict)  # what only this worker's order has
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Team:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "0",
             "DS_ACCELERATOR": "cpu",
+            **job.environment,
         }
         log = folder / f"rank{rank}.log"
         with log.open("wb") as stderr:

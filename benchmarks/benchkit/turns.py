@@ -42,6 +42,7 @@ class Setting:
     cap_without_cgroup: bool = False
     """Where no group can be made: whether a limit on private memory takes its place (or nothing does)."""
     python: str = sys.executable
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Solo:
             deadline_seconds=deadline_seconds,
             worker=WORKER,
             threads=THREADS,
+            environment=setting.environment,
             options={"spool": str(self._spool), "threads": THREADS, **limits, **setting.options},
         )
         self._team = Team(job, self._folder)
@@ -251,10 +253,10 @@ class Turns:
 
 
 def in_sequence(
-    group: str, settings: Sequence[Setting], *, shape: Any, folder: Path, pace: Pace
-) -> list[Record]:
-    """Systems that do not fit in memory together, one after the other, each in a fresh process."""
-    records: list[Record] = []
+    group: str, settings: Sequence[Setting], *, shape: Any, folder: Path, pace: Pace, records: list[Record]
+) -> None:
+    """Systems that do not fit in memory together, one after the other, each in a fresh process. Adds to ``records`` as it
+    goes, so that what was measured outlives an interrupt."""
     for number, setting in enumerate(settings):
         say(f"group {group}: {setting.name}")
         place = folder / f"{group}-{number}"
@@ -274,4 +276,3 @@ def in_sequence(
         finally:
             if solo.record.failure is None:
                 solo.stop()
-    return records

@@ -67,6 +67,7 @@ def shard(
     _refuse_model(model, from_file=weights is not None)
     if optimizer is not None and not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"optimizer is a {type(optimizer).__name__}; lowtide.shard takes a torch.optim.Optimizer.")
+    engine: Engine | None = None
     joined = Group.join(group, deadline=(comm or Comm()).deadline)
     try:
         channels = joined.channel("gather"), joined.channel("reduce")  # first: a rank that is refused below can then be heard
@@ -85,7 +86,8 @@ def shard(
             run=run,
         )
         specs = find_units(model, units, bucket_bytes=config.comm.bucket_bytes)
-        engine = Engine(model, specs, config, joined, channels)
+        whole = optimizer is not None and _needs_whole_parameters(optimizer, specs, config)
+        engine = Engine(model, specs, config, joined, channels, whole_parameters=whole)
         agree(engine.gathers, _facts(model, optimizer, specs, config))
         if optimizer is not None:
             sharded_optimizer.refuse(optimizer, engine)
@@ -93,6 +95,8 @@ def shard(
     except BaseException as error:
         if not isinstance(error, Mismatch):  # that one is raised on every rank anyway
             joined.watch.report(error)  # other ranks must not wait for this one
+        if engine is not None and engine.store is not None:
+            engine.store.close()
         joined.close()
         raise
     hooks.install(engine)
@@ -118,6 +122,7 @@ def clip_grad_norm_(
         ]
         parts = norm.norms(pieces, float(norm_type), norm.alone)
     else:
+        _refuse_used_up(engine)
         engine.grads.refuse_unreduced()
         parts = engine.grad_facts.norms(float(norm_type))
     total = torch.tensor(norm.total_norm(parts.values(), float(norm_type)), dtype=torch.float32)
@@ -133,8 +138,11 @@ def clip_grad_norm_(
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
     """Clamp every element of every gradient to [-clip_value, clip_value]."""
+    engine, params = _engine_and_params(model)
+    if engine is not None:
+        _refuse_used_up(engine)
     with torch.no_grad():
-        for param in _engine_and_params(model)[1]:
+        for param in params:
             if param.grad is not None:
                 param.grad.clamp_(min=-clip_value, max=clip_value)
 
@@ -223,6 +231,14 @@ def _refuse_shared_memory(params: dict[str, nn.Parameter]) -> None:
             )
 
 
+def _needs_whole_parameters(optimizer: Optimizer, specs: list[UnitSpec], config: Config) -> bool:
+    """Whether an update by chunks must not cut inside parameters, because the optimizer looks at whole matrices."""
+    if not (config.disk or config.update.in_backward) or sharded_optimizer.needs_closure(type(optimizer)):
+        return False
+    dtype = config.precision.dtypes(specs[0].params[0].dtype).master
+    return sharded_optimizer.why_not_elementwise(optimizer, dtype, apart=True) is not None
+
+
 def _order(param: nn.Parameter) -> str:
     """How the elements lie in memory, if not row by row."""
     stride = dense_stride(param)
@@ -249,6 +265,13 @@ def _facts(model: nn.Module, optimizer: Optimizer | None, specs: list[UnitSpec],
             options = {k: v for k, v in sorted(group.items()) if isinstance(v, bool | int | float | str | tuple | None)}
             facts.append((f"parameter group {i}", f"{options} for {[names.get(p, '?') for p in group['params']]}"))
     return facts
+
+
+def _refuse_used_up(engine: Engine) -> None:
+    if engine.backward_update is not None:
+        raise Refused(
+            "update='backward' has used the gradients when backward returns: nothing is left to clip. Use update='step'."
+        )
 
 
 def _engine_of(param: nn.Parameter) -> Engine | None:

@@ -35,6 +35,7 @@ AXES: dict[str, list[Any]] = {
     "resident": list(RESIDENCIES),
     "slow": [0.0, SLOW],
     "partition": ["element", "row"],
+    "looks": [True, False],
 }
 Row = tuple[Any, ...]
 PAIRWISE = pairwise(list(AXES.values()))
@@ -45,12 +46,12 @@ def label(row: Row) -> str:
 
 
 def check_row(row: Row, folder: Path) -> None:
-    model, ranks, stage, optimizer, micro, clip, update, chunk_bytes, prefetch, resident, slow, partition = row
+    model, ranks, stage, optimizer, micro, clip, update, chunk_bytes, prefetch, resident, slow, partition, looks = row
     if update == "backward":  # one backward per step, and nothing between it and the step
         micro, clip = (1, False), None
-    recipe = Recipe(optimizer, steps=2, accumulate=micro[0], no_sync=micro[1], clip=clip)
+    recipe = Recipe(optimizer, steps=2 if looks else 4, accumulate=micro[0], no_sync=micro[1], clip=clip)
     case = Case(model, stage, recipe, (("partition", partition),), by_hand=ranks == 3)
-    check(ranks, case, Where(update, chunk_bytes, prefetch, resident, slow), folder)
+    check(ranks, case, Where(update, chunk_bytes, prefetch, resident, slow, looks), folder)
 
 
 @pytest.mark.parametrize("row", PAIRWISE, ids=label)
@@ -114,6 +115,7 @@ def test_every_optimizer(optimizer: str, tmp_path: Path) -> None:
     model, ranks = ("odd_sizes", "gpt", "unused")[turn % 3], turn % 2 + 1
     for update in ("step", "backward"):
         check(ranks, Case(model, 3, Recipe(optimizer)), _turn(ELEMENTWISE, optimizer, update), tmp_path)
+    check(1, Case(model, 3, Recipe(optimizer, steps=4)), Where(looks=False), tmp_path)
 
 
 @pytest.mark.soak

@@ -50,7 +50,7 @@ def gauge_row(readings: Sequence[Gauge]) -> RenderableType:
     cells: list[RenderableType] = []
     for gauge in readings:
         over = gauge.used_bytes > gauge.limit_bytes
-        style = "bold red" if over else "bar.complete"
+        style = "bold red" if over else "green"
         bar = ProgressBar(
             total=gauge.limit_bytes,
             completed=min(gauge.used_bytes, gauge.limit_bytes),

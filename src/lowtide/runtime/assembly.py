@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit, named
 from lowtide.runtime.update import Update
 from lowtide.runtime.usage import Usage
+from lowtide.spec.limits import default_budget
 from lowtide.spec.units import UnitSpec
 from lowtide.tiers.device import Memory
 from lowtide.tiers.disk import DiskStore, Folder
@@ -61,6 +63,7 @@ class Assembly:
     ) -> None:
         self.model, self.config, self.group = model, config, group
         self.gathers, self.reductions = channels
+        self.exchange = Exchange(group, self.reductions)
         weakref.finalize(self, group.close)  # threads would keep a dropped model's group alive
         device = specs[0].params[0].device if specs else torch.device("cpu")
         if device.type == "meta":
@@ -72,10 +75,10 @@ class Assembly:
         self.ledger, self.trace = Ledger(), Trace()
         self.memory = Memory.on(device, config.device_memory_bytes, offloads=bool(config.disk))
         self.homes, self.arena, self.buffers_arena = self.memory.homes, self.memory.slots, self.memory.buffers
-        self.store: Store | None = _open_disk(config, group.rank)
+        self._local_ranks = self._ranks_on_this_host()
+        self.store: Store | None = _open_disk(_share_of_disk(config, self._local_ranks), group.rank)
         if self.store is not None:
             weakref.finalize(self, self.store.close)
-        self.exchange = Exchange(group, self.reductions)
         self.residency = Residency(
             self.units,
             group=group,
@@ -152,11 +155,15 @@ class Assembly:
         self.budget.new_step()
 
     def _budget_of_this_rank(self) -> int | None:
-        """The job's number, divided between its ranks on this host."""
-        if self.config.memory_bytes is None:
-            return None
+        """The job's number, divided between its ranks on this host. With a disk and no number: what the machine leaves."""
+        limit = self.config.memory_bytes
+        if limit is None and self.config.disk:
+            limit = default_budget()
+        return None if limit is None else limit // self._local_ranks
+
+    def _ranks_on_this_host(self) -> int:
         here = this_host()
-        return self.config.memory_bytes // self.exchange.texts("the host", here).count(here)
+        return self.exchange.texts("the host", here).count(here)
 
     def _add_stream(self, unit: Unit) -> None:
         """Update ``unit`` by chunks, from and to wherever its bytes are."""
@@ -183,7 +190,7 @@ class Assembly:
     def cuts_parameters(self) -> bool:
         """Whether the optimizer sees any parameter in pieces."""
         between_ranks = self.config.stage.optimizer and any(u.layout.cuts_a_parameter for u in self.units)
-        return between_ranks or (self.updates_by_chunks and any(len(u.chunks) > 1 for u in self.units))
+        return between_ranks or (self.updates_by_chunks and any(u.chunks_cut_a_parameter for u in self.units))
 
     @property
     def updates_by_chunks(self) -> bool:
@@ -204,6 +211,12 @@ class Assembly:
             activations=self.placer.describe_activations(),
             update=self.config.update.when,
         )
+
+
+def _share_of_disk(config: Config, ranks: int) -> Config:
+    """The folders' limits are the job's: each rank on this host gets its share."""
+    folders = (replace(f, limit=None if f.limit is None else f.limit // ranks) for f in config.disk)
+    return replace(config, disk=tuple(folders))
 
 
 def _open_disk(config: Config, rank: int) -> Store | None:

@@ -8,6 +8,8 @@ still there then (``retain_graph=True``), nothing can be updated, and that is an
 
 from __future__ import annotations
 
+import gc
+
 from torch.optim import Optimizer
 
 from lowtide.errors import Refused
@@ -51,12 +53,15 @@ class BackwardUpdate:
 
     def finish(self) -> None:
         """The backward pass is over: update what is left."""
-        for unit in list(self._grads.reduced):
+        if any(map(self._saved.live_recipes, self._grads.reduced)):
+            gc.collect()  # a graph of an earlier pass that failed may only be held by the frames of its error
+        for unit in self._grads.reduced:
             if self._saved.live_recipes(unit):
                 raise Refused(
                     f"the graph still needs unit {unit.name!r} after its backward (retain_graph=True?): "
                     f"update='backward' cannot change its parameters. Use update='step'."
                 )
+        for unit in list(self._grads.reduced):
             self._run(unit)
         self._update.forget_expected()
 

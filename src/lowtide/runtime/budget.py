@@ -18,20 +18,23 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Meter:
-    """Bytes in use by this process and, looked at more rarely, its children."""
+    """Bytes in use by this process; shared memory and children are looked at more rarely."""
 
     def __init__(self) -> None:
         self.children_bytes = 0
+        self.shared_bytes = 0
         self._pid = os.getpid()
 
     def read(self) -> int:
         """Now."""
         with open("/proc/self/statm", "rb", buffering=0) as file:
             _, resident, shared, *_ = file.read(256).split()
-        return (int(resident) - int(shared)) * _PAGE + self.children_bytes
+        return (int(resident) - int(shared)) * _PAGE + self.shared_bytes + self.children_bytes
 
-    def look_at_children(self) -> None:
-        """Count what loader workers have for themselves."""
+    def look_around(self) -> None:
+        """Count shared memory, which the quick reading cannot tell from files, and what loader workers have for themselves."""
+        with open("/proc/self/status") as file:
+            self.shared_bytes = sum(int(line.split()[1]) * 1024 for line in file if line.startswith("RssShmem:"))
         total = 0
         for child in psutil.Process(self._pid).children(recursive=True):
             try:
@@ -90,7 +93,7 @@ class Budget:
     def new_step(self) -> None:
         """Begin a new peak, with a tidy heap."""
         give_back()
-        self._meter.look_at_children()
+        self._meter.look_around()
         self.peak = self._tidy_at = 0
         self.read()
 
@@ -98,4 +101,5 @@ class Budget:
         """What the process uses when it is at rest."""
         gc.collect()
         give_back()
+        self._meter.look_around()
         return self.read()

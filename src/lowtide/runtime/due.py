@@ -36,7 +36,7 @@ class DueUpdate:
             return None
         step = ChunkedStep(optimizer, put_off=True)
         changing = [r for r in records if step.owns(r.param)]
-        self._step = step
+        self._step = step if changing else None
         for record in changing:
             self._pending[record.unit] = self._pending.get(record.unit, frozenset()) | {record.index}
         return [r.param for r in changing]
@@ -66,10 +66,12 @@ class DueUpdate:
             self.settle(unit)
 
     @property
-    def pending(self) -> bool:
-        return bool(self._pending)
+    def under_way(self) -> bool:
+        """Whether a step was taken and is not done."""
+        return self._step is not None
 
     def forget(self) -> None:
         """Parameters and states are about to be replaced."""
         self._pending.clear()
         self._step = None
+        self._update.forget_expected()

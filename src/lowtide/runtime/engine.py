@@ -158,11 +158,11 @@ class Engine(Assembly):
             return False
         if self._backward is None or self._backward() is None:
             self._reset_after_failure()
+            if self.backward_update is not None:
+                self.backward_update.refuse_second_pass()
             this = _Pass()
             self._backward = weakref.ref(this)
             self._backward_order.restart()
-            if self.backward_update is not None:
-                self.backward_update.refuse_second_pass()
             at_end_of_backward(functools.partial(self._end_backward, this))
         return True
 
@@ -195,7 +195,7 @@ class Engine(Assembly):
         self.residency.retry()
         self.budget.look()
         if self.backward_update is not None:
-            self._update_in_backward(self.backward_update.go_on)
+            self._or_poison(self.backward_update.go_on)
         if unit is None:
             return
         if unit in self._demanded:
@@ -207,18 +207,23 @@ class Engine(Assembly):
     def _end_backward(self, _: _Pass) -> None:
         self._backward = None
         self.grads.divide_by(self.scale.value)
-        self.grads.finish()
-        if self.backward_update is not None:
-            self._update_in_backward(self.backward_update.finish)
+        try:
+            self.grads.finish()
+            if self.backward_update is not None:
+                self._or_poison(self.backward_update.finish)
+        except BaseException:
+            self._abandon_backward()
+            raise
         self._release_demanded()
         self.residency.forget()
         self.trace("end of backward", "")
 
-    def _update_in_backward(self, run: Callable[[], None]) -> None:
+    def _or_poison(self, run: Callable[[], None]) -> None:
+        """Run a part of an update. If it fails after the first change, nobody may use the model any more."""
         try:
             run()
         except BaseException as error:
-            if self.update.begun:
+            if self.update.begun or self.due.under_way:
                 self._poison = f"{type(error).__name__}: {error}"
             raise
 
@@ -226,10 +231,17 @@ class Engine(Assembly):
         """A backward pass that raised never reached its end: autograd has dropped our callback, and what it held with it."""
         if self._backward is not None and self._backward() is None:
             self._backward = None
-            self.grads.abandon()
-            if self.backward_update is not None:
-                self.backward_update.abandon()
-            self._release_demanded()
+            try:
+                self.grads.abandon()
+            finally:
+                self._abandon_backward()
+
+    def _abandon_backward(self) -> None:
+        if self.backward_update is not None:
+            self.backward_update.abandon()
+            if self.update.begun and self._poison is None:
+                self._poison = "a backward pass failed after it had updated some units"
+        self._release_demanded()
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
@@ -250,19 +262,17 @@ class Engine(Assembly):
             self._skip(self.name_of[self.grads.by_key[bad_key].param])
             return False
         self.residency.forget()
-        try:
-            updated = self.due.begin(optimizer) if self.placer.steady else None
-            if updated is None:
-                updated = self.update.run(optimizer)
-            if self.config.stage.optimizer:
-                self._publish()
-            self._note_written(updated)
-        except BaseException as error:
-            if self.update.begun:
-                self._poison = f"{type(error).__name__}: {error}"
-            raise
+        self._or_poison(lambda: self._update(optimizer))
         self._after_step()
         return True
+
+    def _update(self, optimizer: Optimizer) -> None:
+        updated = self.due.begin(optimizer) if self.placer.steady else None
+        if updated is None:
+            updated = self.update.run(optimizer)
+        if self.config.stage.optimizer:
+            self._publish()
+        self._note_written(updated)
 
     def _after_step(self) -> None:
         self.trace("update", "")
@@ -347,6 +357,7 @@ class Engine(Assembly):
 
     def check(self) -> None:
         """Raise if the model may not be used any more."""
+        self._reset_after_failure()
         if self._poison is not None:
             raise errors.Poisoned(self._poison)
         self.group.watch.raise_if_failed("the next call")
@@ -354,15 +365,12 @@ class Engine(Assembly):
     def settle(self) -> None:
         """Somebody looks at parameters or states: do what was put off."""
         self.check()
-        for unit in self.units if self.due.pending else ():
+        for unit in self.units:
             self._settle(unit)
 
     def _settle(self, unit: Unit) -> None:
-        try:
-            self.due.settle(unit)
-        except BaseException as error:
-            self._poison = f"{type(error).__name__}: {error}"
-            raise
+        if self.due.under_way:
+            self._or_poison(lambda: self.due.settle(unit))
 
     def before_load(self) -> None:
         """Values are about to be replaced: finish a step that was put off, or, after a failure, forget it."""
@@ -377,4 +385,6 @@ class Engine(Assembly):
         self._publish()
         self._note_written(list(self.unit_of))
         self.update.refresh_masters(self.unit_of)
+        if self.backward_update is not None:
+            self.backward_update.forget_step()
         self._poison = None

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lowtide.errors import ArgumentError, Refused
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.probe import needs_closure, why_not_elementwise
+from lowtide.runtime.probe import needs_closure, why_not_apart, why_not_elementwise
 from lowtide.runtime.unit import flat_view
 
 _classes: dict[type[Optimizer], type[Optimizer]] = {}
@@ -68,6 +68,7 @@ class ShardedOptimizer(Optimizer):
         params = param_group["params"]
         _refuse_strangers([params] if isinstance(params, Tensor) else list(params), self.lowtide_engine)
         super().add_param_group(param_group)
+        self.lowtide_engine.reserve_states(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise Refused("the optimizer of a sharded model cannot be deep-copied; copy it before lowtide.shard.")
@@ -123,10 +124,15 @@ def _refuse_whole_matrix(optimizer: Optimizer, engine: Engine) -> None:
         raise Refused(
             f"{name} evaluates the model inside its step; sharded models need an optimizer whose step takes no closure."
         )
+    dtype = next((u.dtypes[0].master for u in engine.units if u.dtypes), torch.float32)
+    if engine.updates_by_chunks and (reason := why_not_apart(optimizer, dtype)) is not None:
+        raise Refused(
+            f"{name} cannot update a model in parts, as disk= and update='backward' do: {reason}. "
+            f"Leave both out, or use an optimizer that treats every tensor by itself."
+        )
     if not engine.cuts_parameters:
         return
-    dtype = next((u.dtypes[0].master for u in engine.units if u.dtypes), torch.float32)
-    reason = why_not_elementwise(optimizer, dtype)
+    reason = why_not_elementwise(optimizer, dtype, apart=engine.updates_by_chunks)
     if reason is not None:
         raise Refused(
             f"{name} cannot update parameters that are cut between ranks: {reason}. "

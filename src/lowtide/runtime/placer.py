@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
 from torch.optim import Optimizer
 
 from lowtide.config import Config
@@ -24,6 +23,7 @@ from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.update import Update
+from lowtide.spec.limits import Mappings
 from lowtide.tiers.device import Memory
 from lowtide.tiers.store import Store
 
@@ -67,7 +67,6 @@ class Placer:
             gradients = int((shard if self._config.stage.gradients else unit.layout.nbytes) * width) if trained else 0
             whole = unit.layout.nbytes if self._config.stage.parameters else 0
             rank_units.append(UnitNeeds(unit.name, whole, home, gradients, optimizer_bytes))
-        parameters = sum(u.parameters for u in rank_units)
         kinds = 2 + max((s / max(u.parameters, 1) for s, u in zip(states, rank_units, strict=True)), default=0)
         self._needs = Needs(
             units=tuple(rank_units),
@@ -78,7 +77,7 @@ class Placer:
             in_backward=self._config.update.in_backward,
         )
         self._budget.margin = self._needs.slack
-        base = max(0, self._budget.settle() - parameters)  # they are still in memory of their own, unless deferred
+        base = max(0, self._budget.settle() - _bytes_of_their_own(self._units))
         self._use(at_start(self._needs, base, self._policies))
 
     def _use(self, placement: Placement) -> None:
@@ -154,7 +153,8 @@ class Placer:
         if self._needs is None:
             return
         self.note_activations(saved)
-        peak = self._budget.peak
+        self._budget.read()
+        peak = self._budget.peak + self._unused_room()
         overdrawn = peak > self._needs.budget - self._needs.slack // 2
         if self._steps <= _LEARNING_STEPS or overdrawn:
             due.settle_all()
@@ -162,6 +162,11 @@ class Placer:
             self._needs = replace(self._needs, units=tuple(replace(u, activations=a) for u, a in measured))
             self._move_to(after_measuring(self._needs, peak, self.placement, self._policies), residency, grads, update)
         self._budget.new_step()
+
+    def _unused_room(self) -> int:
+        """What the arenas may still take and have not taken yet."""
+        arenas = (self._memory.slots, self._memory.buffers)
+        return sum(max(0, a.capacity - a.reserved_bytes) for a in arenas if a.capacity is not None)
 
     def _move_to(self, placement: Placement, residency: Residency, grads: Grads, update: Update) -> None:
         before, self.placement = self.placement, placement
@@ -177,6 +182,7 @@ class Placer:
                     grads.shelves[unit].move(store)
                 if old.optimizer is not new.optimizer is leaving and unit in update.streams:
                     update.streams[unit].move(store)
+            self._memory.homes.trim()
 
     def describe_activations(self) -> str:
         """``keep``, or ``keep 20, recompute 6``."""
@@ -185,13 +191,11 @@ class Placer:
         return names[0] if len(counts) == 1 else ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
-def module_units(units: Sequence[Unit]) -> dict[nn.Module, Unit]:
-    """The first unit that each module belongs to."""
-    found: dict[nn.Module, Unit] = {}
-    for unit in units:
-        for module in unit.modules:
-            found.setdefault(module, unit)
-    return found
+def _bytes_of_their_own(units: Sequence[Unit]) -> int:
+    """What the parameters still take, as they were built; nothing if they were deferred to files, or are on no device."""
+    mappings = Mappings()
+    params = [p for unit in units for p in unit.params if not p.is_meta]
+    return sum(p.nbytes for p in params if not mappings.is_file(p.data_ptr()))
 
 
 def _unit_placement(tier: Tier, activations: str) -> UnitPlacement:

@@ -84,6 +84,23 @@ def why_not_elementwise(optimizer: Optimizer, dtype: torch.dtype, *, apart: bool
     return None
 
 
+def why_not_apart(optimizer: Optimizer, dtype: torch.dtype) -> str | None:
+    """``None`` if whole tensors may be updated in calls of their own, else what went wrong."""
+    for group in optimizer.param_groups:
+        start, grads = _trial_numbers(dtype)
+        tensors, rows = [start, start.flip(0) * 3], [[g, g.flip(1) * 5] for g in grads]
+        try:
+            together = _train(optimizer, group, [t.clone() for t in tensors], [[g.clone() for g in row] for row in rows])
+            alone = [
+                _train(optimizer, group, [t.clone()], [[row[i].clone()] for row in rows])[0] for i, t in enumerate(tensors)
+            ]
+        except Exception as error:  # the caller's optimizer may raise anything; that is the answer
+            return f"it cannot be tried ({type(error).__name__}: {error})"
+        if not all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)):
+            return "its result for one tensor depends on the other tensors of the step"
+    return None
+
+
 def _train(optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
     trial, params = _trial(optimizer, group, values)
     _steps(trial, params, grads)

@@ -108,8 +108,10 @@ class UnitStream:
                     found.setdefault(state.name, {})[index] = kept
         for name, by_index in found.items():
             if f"optimizer.{name}" not in self._kinds:
-                some = next(iter(by_index.values()))
-                self._add_kind(f"optimizer.{name}", [by_index.get(i, some) for i in range(len(self.unit.params))])
+                as_moments = all(self.unit.dtypes[i].moments is dtype for i, dtype in by_index.items())
+                some = next(iter(by_index.values()))  # for parameters that join the optimizer later
+                others = [d.moments if as_moments else some for d in self.unit.dtypes]
+                self._add_kind(f"optimizer.{name}", [by_index.get(i, dtype) for i, dtype in enumerate(others)])
 
     def write_masters(self, values: Sequence[Tensor | None]) -> None:
         """Keep this rank's part of ``values``, whole flat parameters (``None``: leave), as masters before they are rounded."""

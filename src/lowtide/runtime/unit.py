@@ -32,6 +32,8 @@ class Unit:
         self.updates = (cuts[rank], cuts[rank + 1]) if config.stage.optimizer else (0, self.layout.nbytes)
         """The bytes of the unit that this rank updates."""
         self.chunks = cut_into_chunks(self.layout, self.updates, chunk_bytes=config.update.chunk_bytes, whole=whole_parameters)
+        numels = [p.numel for p in self.layout.params]
+        self.chunks_cut_a_parameter = any(p.numel < numels[p.index] for c in self.chunks for p in c.parts)
         self.chunk_cuts = (0, *(c.hi for c in self.chunks))
         self.index_of = {p: i for i, p in enumerate(spec.params)}
         self.version = 0

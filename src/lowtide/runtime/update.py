@@ -325,9 +325,7 @@ class Update:
     def _put_on_shelves(self, stream: UnitStream, piece: Piece, state: dict[str, Any]) -> None:
         for name in stream.large_names(piece.record.param):
             if name in state:
-                value = piece.cut(state.pop(name))
-                flat = flat_view(value, self._stride(piece) if piece.is_whole else (1,))
-                stream.write_state(piece.record.param, name, flat, piece.lo)
+                stream.write_state(piece.record.param, name, piece.cut(state.pop(name)), piece.lo)
 
     def _stride(self, piece: Piece) -> tuple[int, ...]:
         if piece.target.dim() == 1 and not piece.is_whole:

@@ -100,6 +100,13 @@ def _parts(layout: UnitLayout, start: int, end: int) -> tuple[Part, ...]:
     for index, (param, offset) in enumerate(zip(layout.params, layout.offsets, strict=True)):
         lo = min(max((start - offset) // param.itemsize, 0), param.numel)
         hi = min(max((end - offset) // param.itemsize, 0), param.numel)
-        if lo < hi or (not param.numel and start <= offset < end):
+        if lo < hi or (not param.numel and _holds(layout, start, end, offset)):
             parts.append(Part(index, lo, hi, offset + lo * param.itemsize - start))
     return tuple(parts)
+
+
+def _holds(layout: UnitLayout, start: int, end: int, offset: int) -> bool:
+    """Whether a parameter without elements at ``offset`` is in this chunk; one at the unit's end is in the last that has bytes."""
+    if offset == layout.nbytes:
+        return end == offset and (start < end or not offset)
+    return start <= offset < end

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import resource
 from pathlib import Path
+
+import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
@@ -23,9 +26,26 @@ def memory_left() -> int:
     return max(0, min(left))
 
 
-def default_budget(already_used: int) -> int:
-    """The number to hold if the caller gave none."""
-    return int((memory_left() + already_used) * _MARGIN)
+class Mappings:
+    """Which of this process's memory is a mapping of a file: such pages do not count, the kernel can drop them."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._files: list[tuple[int, bool]] = []
+        for line in _read(Path("/proc/self/maps")).splitlines():
+            span, _, _, _, inode, *_ = line.split()
+            start, end = (int(x, 16) for x in span.split("-"))
+            self._starts.append(start)
+            self._files.append((end, inode != "0"))
+
+    def is_file(self, address: int) -> bool:
+        at = bisect.bisect_right(self._starts, address) - 1
+        return at >= 0 and address < self._files[at][0] and self._files[at][1]
+
+
+def default_budget() -> int:
+    """The number to hold if the caller gave none: most of what is left, and what this process has already."""
+    return int((memory_left() + psutil.Process().memory_info().rss) * _MARGIN)
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:

@@ -311,7 +311,7 @@ class DiskStore:
             raise InternalError(f"read of {key}: the write before it was refused")
         error = self._try_read(key, block, memory)
         if error is not None:
-            _log.warning("%s Reading once more.", error)
+            _log.warning("%s Reading once more.", str(error))  # its text only: the frames of an error hold the memory
             error = self._try_read(key, block, memory)
         if error is not None:
             raise error

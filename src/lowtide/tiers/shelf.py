@@ -8,7 +8,7 @@ live, and what fits in memory stays there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -176,12 +176,8 @@ class Shelf:
             return
         store, extent = self._stored()
         block = self._memory.take(self.nbytes)
-        tickets: list[IOTicket] = []
         try:
-            for chunk, (a, b) in self._ranges():
-                if self._written[chunk]:
-                    tickets.append(self.read(chunk, block.tensor[a:b], Priority.NEXT))
-            _wait_for_all(tickets)
+            _carry_out(self.read(i, block.tensor[a:b], Priority.NEXT) for i, (a, b) in self._ranges() if self._written[i])
         except BaseException:
             self._memory.give(block)
             raise
@@ -194,12 +190,8 @@ class Shelf:
             return
         block, before = self.block, self._store
         self._store, self._extent, self.block = store, store.reserve(self.key, self.cuts), None
-        tickets: list[IOTicket] = []
         try:
-            for chunk, (a, b) in self._ranges():
-                if self._written[chunk]:
-                    tickets.append(self.write(chunk, block.tensor[a:b]))
-            _wait_for_all(tickets)
+            _carry_out(self.write(i, block.tensor[a:b]) for i, (a, b) in self._ranges() if self._written[i])
         except BaseException:
             store.free(self._extent)  # the bytes are still in memory: nothing has moved
             self._store, self._extent, self.block = before, None, block
@@ -215,13 +207,18 @@ class Shelf:
         return self._store, self._extent
 
 
-def _wait_for_all(tickets: Sequence[IOTicket]) -> None:
-    """Wait until no request touches the memory any more; raises the first failure."""
+def _carry_out(requests: Iterable[IOTicket]) -> None:
+    """Start all requests and wait until none touches the memory any more; raises the first failure."""
+    tickets: list[IOTicket] = []
     failures: list[BaseException] = []
+    try:
+        tickets.extend(requests)
+    except BaseException as failure:  # raised below, when those that were started are done
+        failures.append(failure)
     for ticket in tickets:
         try:
             ticket.wait()
-        except BaseException as failure:  # raised below, when the others are done
+        except BaseException as failure:
             failures.append(failure)
     if failures:
         raise failures[0]
