@@ -60,7 +60,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.scatter(x, top, s=70, marker="x", color=BAD, zorder=3)
         note = f"{_name(entry)}:\nkilled at {entry['cap_bytes'] / 2**30:.1f} GiB"
         axis.annotate(
-            note, (x, top), xytext=(-9, 0), textcoords="offset points", ha="right", va="center", fontsize=9, color=BAD
+            note, (x, top), xytext=(8, 10), textcoords="offset points", ha="right", va="bottom", fontsize=9, color=BAD
         )
     right = max([p["x"] for p in points] + [e["cap_bytes"] / 1e9 for e in killed])
     axis.set_xlim(0, right * 1.16)
@@ -81,28 +81,39 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def _label(axis: Any, points: list[dict[str, Any]]) -> None:
-    """Names stand in columns over or under their points, each pushed away until it covers no other name."""
+    """Every name stands beside its point, or as near as it can without covering a point or another name."""
+    from matplotlib.text import Text
+
     axis.figure.canvas.draw()
     renderer = axis.figure.canvas.get_renderer()
     taken = [axis.transData.transform((p["x"], p["y"])) for p in points]
     boxes: list[Any] = []
+    shifts = [0, *(sign * 13 * step for step in range(1, 16) for sign in (1, -1))]
+    places = [(shift, side) for shift in shifts for side in ("left", "right")]
     for p in points:
-        colour = OURS if p["entry"]["kind"] == "lowtide" else THEIRS
-        places = [(9, dy) for step in range(14) for dy in ((16 * step, -16 * step) if step else (0,))]
-        for dx, dy in places:
+        for number, (dy, side) in enumerate([*places, (0, "left")]):
+            distance = 9 if dy == 0 else 16
             text = axis.annotate(
                 _name(p["entry"]),
                 (p["x"], p["y"]),
-                xytext=(dx if dy == 0 else 14, dy),
+                xytext=(distance if side == "left" else -distance, dy),
                 textcoords="offset points",
+                ha=side,
                 va="center",
                 fontsize=9,
-                color=colour,
-                arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6} if dy else None,
+                color=OURS if p["entry"]["kind"] == "lowtide" else THEIRS,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+                arrowprops={"arrowstyle": "-", "color": "#999", "linewidth": 0.6} if dy else None,
             )
-            box = text.get_window_extent(renderer).expanded(1.02, 1.15)
-            inside = axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1 * 1.2 and axis.bbox.y0 < box.y0 and box.y1 < axis.bbox.y1
-            if inside and not any(box.overlaps(other) for other in boxes) and not any(box.contains(*xy) for xy in taken):
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer).expanded(1.03, 1.2)  # of the words, without the line to the point
+            inside = axis.bbox.x0 < box.x0 and box.x1 < axis.bbox.x1 and axis.bbox.y0 < box.y0 and box.y1 < axis.bbox.y1
+            if (
+                inside
+                and not any(box.overlaps(other) for other in boxes)
+                and not any(box.padded(5).contains(*xy) for xy in taken)
+            ):
                 boxes.append(box)
                 break
-            text.remove()
+            if number < len(places):  # the last one stays, wherever it is: every point has a name
+                text.remove()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -167,11 +168,10 @@ class Grads:
 
     def abandon(self) -> None:
         """A backward pass ended with an exception: forget what it left behind."""
-        try:
-            for ticket in self._tickets.values():
+        for ticket in self._tickets.values():
+            with suppress(Exception):  # told by whoever uses the channel next
                 ticket.wait()
-        finally:
-            self._drop_pass()
+        self._drop_pass()
 
     def _drop_pass(self) -> None:
         self._tickets = {}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.errors import ArgumentError, DoesNotFit, Evicted, Refused
+from lowtide.errors import ArgumentError, DiskError, DoesNotFit, Evicted, Refused
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.unit import Unit, flat_view
 
@@ -59,11 +59,12 @@ class ShardedModule(nn.Module):
         if assign:
             raise Refused("load_state_dict(assign=True) would replace sharded parameters; leave assign out to copy the values.")
         engine.before_load()
-        with _loading(engine):
+        named = self.named_parameters(remove_duplicate=False)
+        given = {param: state_dict[name] for name, param in named if name in state_dict}
+        with _loading(engine, given):
             result = super().load_state_dict(state_dict, strict=strict)
-        for name, param in self.named_parameters(remove_duplicate=False):
-            if name in state_dict:
-                engine.update.write_master(param, state_dict[name])
+        for unit in engine.units:
+            engine.update.write_masters(unit, given)
         engine.after_load()
         return result
 
@@ -122,10 +123,21 @@ def _saving(engine: Engine) -> Generator[None]:
 
 
 @contextmanager
-def _loading(engine: Engine) -> Generator[None]:
+def _loading(engine: Engine, given: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
     """``param.copy_(value)`` writes this rank's piece. A unit on disk stays in memory as long as its parameters come."""
     current: list[tuple[Unit, Tensor]] = []
+    failures: list[DiskError] = []  # torch would only quote them
     with ExitStack() as opened:
+
+        def open_shard(unit: Unit) -> Tensor:
+            try:
+                return opened.enter_context(engine.residency.shard(unit, write=True))
+            except DiskError as error:
+                if not all(p in given and given[p].shape == p.shape for p in unit.params):
+                    failures.append(error)
+                    raise
+            # What the disk has lost is replaced by what is given.
+            return opened.enter_context(engine.residency.shard(unit, write=True, read=False))
 
         def touch(param: nn.Parameter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             unit = engine.unit_of[param]
@@ -134,13 +146,17 @@ def _loading(engine: Engine) -> Generator[None]:
             if not current or current[0][0] is not unit:
                 current.clear()
                 opened.close()
-                current.append((unit, opened.enter_context(engine.residency.shard(unit, write=True))))
+                current.append((unit, open_shard(unit)))
             _write_piece(engine, param, args[1], current[0][1])
             return param
 
         engine.answer_touches(touch)
         try:
             yield
+        except RuntimeError:
+            if failures:
+                raise failures[0] from None
+            raise
         finally:
             engine.answer_touches(None)
             current.clear()
@@ -175,16 +191,21 @@ def sharded_state_dict(engine: Engine) -> dict[str, Tensor]:
 
 def load_sharded_state_dict(engine: Engine, state: Mapping[str, Tensor]) -> None:
     """The inverse, on the same number of ranks and with the same units and partition."""
-    mine = sharded_state_dict(engine)
-    wrong = [n for n in mine if n not in state or state[n].shape != mine[n].shape] + [n for n in state if n not in mine]
+    rank = engine.group.shard.rank
+    mine = {name: tuple(buffer.shape) for name, buffer in engine.model.named_buffers()}
+    for unit in engine.units:
+        pieces = [unit.layout.piece(index, rank) for index in range(len(unit.names))]
+        mine |= {name: (hi - lo,) for name, (lo, hi) in zip(unit.names, pieces, strict=True)}
+    wrong = [n for n in mine if n not in state or tuple(state[n].shape) != mine[n]] + [n for n in state if n not in mine]
     if wrong:
         raise ArgumentError(
             f"sharded state_dict: {wrong[0]!r} is missing or of another size; it was made for another partition."
         )
+    engine.before_load()
     for unit in engine.units:
-        with engine.residency.shard(unit, write=True) as shard:
+        with engine.residency.shard(unit, write=True, read=False) as shard:
             for index, name in enumerate(unit.names):
-                lo, hi = unit.layout.piece(index, engine.group.shard.rank)
+                lo, hi = unit.layout.piece(index, rank)
                 engine.residency.piece(unit, index, lo, hi, shard).copy_(state[name])
     for name, buffer in engine.model.named_buffers():
         buffer.detach().copy_(state[name])

@@ -62,6 +62,7 @@ class ShardedOptimizer(Optimizer):
         update = self.lowtide_engine.update
         with update.on_pieces(self):
             super().load_state_dict(state_dict)
+        update.forget_states(self)
         update.cut_state(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

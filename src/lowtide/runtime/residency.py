@@ -287,8 +287,8 @@ class Residency:
         return place.home.open(index, buffers, priority, wait=wait)
 
     @contextmanager
-    def shard(self, unit: Unit, *, write: bool) -> Generator[Tensor]:
-        """The bytes that the home holds; what is written to them is kept if ``write``. The unit must not be whole."""
+    def shard(self, unit: Unit, *, write: bool, read: bool = True) -> Generator[Tensor]:
+        """The bytes that the home holds (undefined unless ``read``); what is written to them is kept if ``write``."""
         place = self._places[unit]
         if place.home.block is not None:
             yield place.home.block.tensor[: place.home.nbytes]
@@ -300,7 +300,7 @@ class Residency:
         bytes_ = block.tensor[: place.home.nbytes]
         writes: list[IOTicket] = []
         try:
-            wait_all(place.home.fetch(bytes_, Priority.NOW))
+            wait_all(place.home.fetch(bytes_, Priority.NOW) if read else [])
             yield bytes_
             writes = place.home.save(bytes_) if write else []
         finally:

@@ -7,7 +7,7 @@ their room is taken before training begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -261,6 +261,14 @@ class UnitStream:
         for part, view in self._parts_of(param, kind, changed=False):
             out[part.lo - lo : part.hi - lo].copy_(view)
         return out
+
+    def forget_states(self, replaced: Container[nn.Parameter]) -> None:
+        """The states of ``replaced`` are about to be written anew: chunks that hold no other states need not be read first."""
+        for number, chunk in enumerate(self.unit.chunks):
+            if all(p.index not in self._large or self.unit.params[p.index] in replaced for p in chunk.parts):
+                for name, kind in self._kinds.items():
+                    if name != MASTERS:
+                        kind.shelf.forget(number)
 
     def write_state(self, param: nn.Parameter, name: str, value: Tensor, lo: int) -> None:
         """Keep ``value``, flat, which begins at element ``lo``, as this rank's part of a large state."""

@@ -9,7 +9,7 @@ or each unit by itself as soon as its gradients are there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -119,16 +119,25 @@ class Update:
                 master = flat_view(piece.target, self._stride(piece)).detach()
                 master.copy_(torch.where(master.to(low.dtype) == low, master, low.to(master.dtype)))
 
-    def write_master(self, param: nn.Parameter, value: Tensor) -> None:
-        """Keep this rank's part of ``value``, a whole tensor, as the master copy, before it is rounded."""
-        piece = self.pieces[param]
-        stream = self.streams.get(piece.record.unit)
-        if stream is not None:
-            flat = flat_view(value, piece.record.unit.layout.params[piece.record.index].stride)
-            stream.write_masters([flat if p is param else None for p in piece.record.unit.params])
-        if piece.low_precision is not None:
-            target = flat_view(piece.target, self._stride(piece)).detach()
-            target.copy_(flat_view(value, piece.record.unit.layout.params[piece.record.index].stride)[piece.lo : piece.hi])
+    def write_masters(self, unit: Unit, given: Mapping[nn.Parameter, Tensor]) -> None:
+        """Keep this rank's part of ``given``, whole tensors, as the master copies of ``unit``, before they are rounded."""
+        flats = [
+            flat_view(given[param], spec.stride) if param in given else None
+            for param, spec in zip(unit.params, unit.layout.params, strict=True)
+        ]
+        if unit in self.streams:
+            if any(flat is not None for flat in flats):
+                self.streams[unit].write_masters(flats)
+            return
+        for piece, flat in zip((self.pieces[p] for p in unit.params), flats, strict=True):
+            if flat is not None and piece.low_precision is not None:
+                flat_view(piece.target, self._stride(piece)).detach().copy_(flat[piece.lo : piece.hi])
+
+    def forget_states(self, optimizer: Optimizer) -> None:
+        """All states of ``optimizer`` are about to be loaded anew."""
+        replaced = {param for group in optimizer.param_groups for param in group["params"]}
+        for stream in self.streams.values():
+            stream.forget_states(replaced)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 

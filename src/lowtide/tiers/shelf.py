@@ -121,6 +121,10 @@ class Shelf:
         """Somebody has filled the memory of a shelf that is in memory."""
         self._written = [True] * len(self._written)
 
+    def forget(self, chunk: int) -> None:
+        """The chunk's bytes will be replaced before anybody needs them: it need not be read, even if it could not be."""
+        self._written[chunk] = False
+
     # -- one chunk on loan --------------------------------------------------------------------------------------------
 
     def open(self, chunk: int, buffers: Arena, priority: Priority, *, fresh: bool = False, wait: bool = True) -> Lease:

@@ -1,0 +1,109 @@
+"""The memory number: a job that was given one lives in a control group of exactly that size, and more memory is less traffic."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.api import engine_of
+from lowtide.errors import DoesNotFit
+from tests.kit import out_of_core  # without a memory number, everything goes to disk
+from tests.kit.tools import missing
+
+MIB = 1 << 20
+assert out_of_core.RESIDENCIES
+
+JOB = """
+import json, os, sys, torch, lowtide
+from lowtide.job.gpt import GPT
+from lowtide.job.presets import Shape
+group, memory, disk, update, growing = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
+with open(group + "/cgroup.procs", "w") as file:
+    file.write(str(os.getpid()))
+torch.set_num_threads(2)
+torch.manual_seed(0)
+with lowtide.deferred(disk=disk):
+    model = GPT(Shape(layers=8, width=512, heads=8, tokens=4096, context=128))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+model, optimizer = lowtide.shard(model, optimizer, memory=memory, disk=disk, update=update)
+losses, reads = [], []
+for step in range(6):
+    batch = 2 + growing * step
+    torch.manual_seed(step)
+    tokens = torch.randint(0, 4096, (batch, 128))
+    loss = model(tokens, tokens)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+    reads.append(lowtide.api.engine_of(model).usage().disk_read_bytes)
+print(json.dumps({"losses": losses, "read": reads[-1] - reads[-2]}))
+"""
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Path:
+    root = Path("/sys/fs/cgroup/memory")
+    if not root.is_dir():
+        root = Path("/sys/fs/cgroup")
+    path = root / f"lowtide-test-{os.getpid()}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        missing("a memory cgroup", f"{root} does not let us make one: {error.strerror}")
+    yield path  # type: ignore[misc]
+    path.rmdir()
+
+
+def run(group: Path, memory: int, disk: Path, update: str, growing: int = 0) -> dict[str, object]:
+    name = "memory.limit_in_bytes" if (group / "memory.limit_in_bytes").exists() else "memory.max"
+    (group / name).write_text(str(memory))
+    command = [sys.executable, "-c", JOB, str(group), str(memory), str(disk), update, str(growing)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, f"exit {done.returncode} (-9: killed for memory): {done.stderr[-2000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_control_group_of_the_number_s_size(group: Path, tmp_path: Path, update: str) -> None:
+    """29 M parameters have 470 MB of states; torch itself takes about 250 MiB. Nothing is killed, and memory saves reading."""
+    small = run(group, 520 * MIB, tmp_path, update)
+    large = run(group, 1200 * MIB, tmp_path, update)
+    assert small["losses"] == large["losses"], "the number changed the numbers"
+    assert large["read"] < small["read"], "more memory means less traffic"  # type: ignore[operator]
+
+
+def test_batches_that_grow_are_not_killed(group: Path, tmp_path: Path) -> None:
+    run(group, 700 * MIB, tmp_path, "backward", growing=1)
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(3)])
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(DoesNotFit, match="raise memory to at least") as caught:
+        lowtide.shard(model, torch.optim.AdamW(model.parameters()), memory=8 * MIB, disk=str(tmp_path))
+    assert caught.value.needed_bytes > caught.value.budget_bytes == 8 * MIB
+    assert [p.data_ptr() for p in model.parameters()] == before
+    assert type(model) is nn.Sequential
+
+
+def test_a_forward_pass_writes_nothing(tmp_path: Path) -> None:
+    """Parameters that were not changed are let go without a write."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(5)])
+    model, _ = lowtide.shard(model, None, disk=str(tmp_path), comm=lowtide.Comm(bucket_bytes=0))
+    engine = engine_of(model)
+    before = engine.usage()
+    with torch.no_grad():
+        model(torch.ones(2, 64))
+    after = engine.usage()
+    assert after.disk_read_bytes > before.disk_read_bytes
+    assert after.disk_written_bytes == before.disk_written_bytes
