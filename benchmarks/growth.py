@@ -1,11 +1,11 @@
-"""Peak memory and step time as layers double: with everything on disk, only activations may grow the peak.
+"""Peak memory and step time as layers double: under a memory number only activations may grow the peak.
 
     python benchmarks/growth.py --out benchmarks/results/growth.json --plot benchmarks/results/growth.png
     python benchmarks/growth.py --quick                          tiny layers: does the script work here?
     python benchmarks/growth.py --markdown growth.json           the table for a README
 
-Every depth runs in a fresh process of its own. A series is an activation policy and a memory number, or "none" for no number:
-then everything lives on disk, whatever the depth. With a number, what fits stays in memory, and the peak is the number's.
+Every depth runs in a fresh process of its own. A series is an activation policy and a memory number ("none": what the machine
+leaves). What fits stays in memory, so shallow models use the number and deep ones must not use more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 LAYERS = (6, 12, 24, 48)
 WARM_UP_STEPS = 3  # in which lowtide finds its placement
 DEADLINE_SECONDS = 3600.0
-SERIES = "recompute:none,keep:none,recompute:1GiB"
+SERIES = "recompute:1GiB,keep:3GiB"
 
 MODEL = Shape(layers=1, width=1024, heads=16, tokens=8192, context=256, batch=2)
 MODEL_QUICK = Shape(layers=1, width=256, heads=4, tokens=512, context=64, batch=2)

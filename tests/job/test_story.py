@@ -34,6 +34,7 @@ def test_ctrl_c_leaves_nothing_on_disk(tmp_path: Path) -> None:
     assert list((tmp_path / "spool").iterdir()) == []
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)  # eight processes that import torch: half a minute, more on a busy machine
 def test_the_story_is_told_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {i} of a short text\n" for i in range(5000)))

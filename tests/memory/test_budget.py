@@ -1,4 +1,4 @@
-"""The memory number: a job that was given one lives in a control group of exactly that size, and more memory is less traffic."""
+"""The memory number: a job that was given one lives in a control group of exactly that size."""
 
 from __future__ import annotations
 

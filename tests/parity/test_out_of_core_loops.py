@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,15 @@ def test_refused_in_backward(name: str, tmp_path: Path) -> None:
 
 
 # -- in this very process ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors are tiny here: a second thread only waits for the first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def trainee(folder: Path, where: Where, *, seed: int = 0, optimizer: Any = adamw, **options: Any) -> Sharded:

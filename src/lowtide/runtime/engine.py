@@ -271,7 +271,7 @@ class Engine(Assembly):
         if updated is None:
             updated = self.update.run(optimizer)
         if self.config.stage.optimizer:
-            self._publish()
+            _publish(self)
         self._note_written(updated)
 
     def _after_step(self) -> None:
@@ -284,7 +284,7 @@ class Engine(Assembly):
         if bad_unit is not None:
             self._skip(bad_unit.name)
         elif self.config.stage.optimizer:
-            self._publish()
+            _publish(self)
         self._after_step()
         return taken
 
@@ -292,12 +292,6 @@ class Engine(Assembly):
         self.skipped_steps += 1
         if self.group.rank == 0:
             _log.warning("step skipped: the gradient of %r is not finite (%d skipped so far)", what, self.skipped_steps)
-
-    def _publish(self) -> None:
-        """Every rank has new values for its shard: homes that hold whole units get everybody's."""
-        for ticket in [self.residency.publish(u) for u in self.units]:
-            if ticket is not None:
-                ticket.wait()
 
     def _note_written(self, written: Sequence[nn.Parameter]) -> None:
         """Graphs on the old values of these parameters are stale."""
@@ -382,9 +376,16 @@ class Engine(Assembly):
     def after_load(self) -> None:
         """All parameters have been loaded anew: whole copies are old, and a half-finished update is forgiven."""
         self.residency.forget()
-        self._publish()
+        _publish(self)
         self._note_written(list(self.unit_of))
         self.update.refresh_masters(self.unit_of)
         if self.backward_update is not None:
             self.backward_update.forget_step()
         self._poison = None
+
+
+def _publish(engine: Engine) -> None:
+    """Every rank has new values for its shard: homes that hold whole units get everybody's."""
+    for ticket in [engine.residency.publish(u) for u in engine.units]:
+        if ticket is not None:
+            ticket.wait()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lowtide.comm.channel import Channel, Label, Ticket, Wire
 from lowtide.comm.group import Group
-from lowtide.errors import Refused
+from lowtide.errors import DiskError, Refused
 from lowtide.runtime.grad_store import Segment, ShelvedGrads, all_finite
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.reduction import Reduction
@@ -87,6 +87,7 @@ class Grads:
         self._seen: list[Unit] | None = []  # in which they became ready in the first backward, until it has been agreed
         self._ready: set[Unit] = set()
         self._tickets: dict[Unit, Ticket[list[bool]]] = {}
+        self._unkept: dict[Unit, DiskError] = {}  # whose gradients could not be stored
 
     def divide_by(self, scale: float) -> None:
         """Gradients of this backward were multiplied by ``scale`` on their way."""
@@ -141,7 +142,10 @@ class Grads:
             self._submit(following)
         try:
             for unit, ticket in self._tickets.items():
-                for record, present in zip(self.records[unit], ticket.wait(), strict=True):
+                union = ticket.wait()
+                if unit in self._unkept:
+                    raise self._unkept[unit]
+                for record, present in zip(self.records[unit], union, strict=True):
                     if present:
                         record.param.grad = record.shown
                         record.set_aside = None
@@ -174,7 +178,7 @@ class Grads:
         self._drop_pass()
 
     def _drop_pass(self) -> None:
-        self._tickets = {}
+        self._tickets, self._unkept = {}, {}
         self._ready.clear()
         self._seen = [] if self._seen is not None else None
         self.active = False
@@ -231,7 +235,12 @@ class Grads:
         def work(wire: Wire, notes: list[bytes]) -> list[bool]:
             count = len(locals_)
             union = [any(note[i // 8] >> (i % 8) & 1 for note in notes) for i in range(count)]
-            self._keep(wire, unit, self._reduction.segments(wire, unit, union, locals_), add)
+            try:
+                self._keep(wire, unit, self._reduction.segments(wire, unit, union, locals_), add)
+            except DiskError as error:
+                if wire.world.size > 1:
+                    raise  # the other ranks hear of it through the channel, which is of no use any more
+                self._unkept[unit] = error
             return union
 
         return work

@@ -14,8 +14,9 @@ States of a unit, and what occupies memory in each:
 from __future__ import annotations
 
 import enum
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +27,7 @@ from lowtide.comm.group import Group
 from lowtide.errors import InternalError, Refused
 from lowtide.runtime.evicted import EvictedParameter, placeholder
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.slots import SlotLease, Slots, wait_all
+from lowtide.runtime.slots import SlotLease, Slots, gathering, wait_all
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.arena import Arena, Block
@@ -170,16 +171,21 @@ class Residency:
             self._by_address[home.block.tensor.data_ptr()] = unit
             return True
         urgent = priority is Priority.NOW
-        slot = self._slots.take(unit, lambda: self._make_room(guesses_too=urgent), urgent=urgent)
+        take = self._slots.take if alone else functools.partial(self._slots.take_alike, self._occupied)
+        slot = take(unit, lambda: self._make_room(guesses_too=urgent), urgent=urgent)
         if slot is None:
             return False
         self._by_address[slot.tensor.data_ptr()] = unit
         place.slot, place.state = slot, State.ARRIVING
         lo, hi = place.covers
-        place.reads = self._memory.fill_slot(home, slot.tensor[lo:hi], priority)
-        if not alone:
-            label = Label("gather", unit.index, unit.name)
-            place.gather = self._channel.submit(label, _gather(unit, slot.tensor, place))
+        try:
+            place.reads = self._memory.fill_slot(home, slot.tensor[lo:hi], priority)
+            if not alone:
+                work = gathering(unit, slot.tensor, place.covers, home.block, place.reads)
+                place.gather = self._channel.submit(Label("gather", unit.index, unit.name), work)
+        except BaseException:
+            self._drop(unit)  # or it would look as if it were on its way
+            raise
         return True
 
     @property
@@ -194,9 +200,12 @@ class Residency:
             self._trace("prefetch", unit.name)
             self._bring(unit, Priority.NOW)
         if place.state is State.ARRIVING:
-            wait_all(place.reads)
-            if place.gather is not None:
-                place.gather.wait()
+            try:
+                wait_all([*place.reads, *([place.gather] if place.gather is not None else [])])
+            except BaseException:
+                place.gather = None
+                self._drop(unit)  # the next who needs it tries again
+                raise
             place.reads, place.gather = [], None
             place.state = State.WHOLE
             self._trace("gathered", unit.name)
@@ -395,6 +404,9 @@ class Residency:
         for unit in idle[: max(0, len(idle) - _KEEP)]:
             self._drop(unit)
 
+    def _occupied(self) -> int:
+        return sum(u.layout.nbytes for u, p in self._places.items() if p.slot is not None and p.slot is not p.home.block)
+
     def _make_room(self, *, guesses_too: bool) -> bool:
         """Let go of a whole unit that nobody uses, or of a guess; whether there was one."""
         guesses = (u for u in self._guessed if guesses_too and self._places[u].state is not State.HOME)
@@ -436,15 +448,3 @@ def _lost_write(unit: Unit, place: _Place) -> str | None:
 def _fill(views: Sequence[Tensor], flat_values: Sequence[Tensor]) -> None:
     for view, value in zip(views, flat_values, strict=True):
         view.copy_(value.as_strided(view.shape, view.stride()))
-
-
-def _gather(unit: Unit, whole: Tensor, place: _Place) -> Callable[[Wire, list[bytes]], None]:
-    (lo, hi), reads, home = place.covers, place.reads, place.home.block
-
-    def work(wire: Wire, _: list[bytes]) -> None:
-        wait_all(reads)
-        if home is not None and not reads:
-            whole[lo:hi].copy_(home.tensor[: hi - lo])
-        wire.shard.gather(whole[: unit.layout.nbytes], unit.layout.cuts)
-
-    return work

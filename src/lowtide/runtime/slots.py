@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
+from lowtide.comm.channel import Wire
 from lowtide.errors import OverBudget
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.unit import Unit
@@ -35,6 +37,24 @@ class Slots:
                 if make_room():
                     continue
                 return self.wait_for(unit) if urgent else None
+
+    def take_alike(
+        self, occupied: Callable[[], int], unit: Unit, make_room: Callable[[], bool], *, urgent: bool
+    ) -> Block | None:
+        """The same on several ranks, which must all decide alike or their exchanges would not meet: what counts is which units
+        have a slot now (``occupied``, in bytes), and not whether the disk is done with those that had one."""
+        capacity = self._arena.capacity
+        while capacity is not None and occupied() + unit.layout.nbytes > capacity:
+            if not make_room():
+                if urgent:
+                    break
+                return None
+        try:
+            return self.wait_for(unit)
+        except OverBudget:
+            if urgent:
+                raise
+            return None
 
     def wait_for(self, unit: Unit) -> Block:
         """A slot for ``unit``, when there is one; nobody but the disk can make one free meanwhile."""
@@ -86,6 +106,27 @@ class SlotLease:
             self._writes.append(self._home.write(self._chunk, self._tensor))
 
 
-def wait_all(tickets: Iterable[IOTicket]) -> None:
+class Waits(Protocol):
+    """Anything that is under way."""
+
+    def wait(self) -> None: ...
+
+
+def wait_all(tickets: Iterable[Waits]) -> None:
     for ticket in tickets:
         ticket.wait()
+
+
+def gathering(
+    unit: Unit, whole: Tensor, covers: tuple[int, int], home: Block | None, reads: Sequence[IOTicket]
+) -> Callable[[Wire, list[bytes]], None]:
+    """The work that makes a slot whole: this rank's part from its home (or when it has been read), the rest from others."""
+    lo, hi = covers
+
+    def work(wire: Wire, _: list[bytes]) -> None:
+        wait_all(reads)
+        if home is not None and not reads:
+            whole[lo:hi].copy_(home.tensor[: hi - lo])
+        wire.shard.gather(whole[: unit.layout.nbytes], unit.layout.cuts)
+
+    return work

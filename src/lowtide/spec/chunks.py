@@ -106,7 +106,7 @@ def _parts(layout: UnitLayout, start: int, end: int) -> tuple[Part, ...]:
 
 
 def _holds(layout: UnitLayout, start: int, end: int, offset: int) -> bool:
-    """Whether a parameter without elements at ``offset`` is in this chunk; one at the unit's end is in the last that has bytes."""
+    """Whether a parameter without elements at ``offset`` is in this chunk; at the unit's end: in the last that has bytes."""
     if offset == layout.nbytes:
         return end == offset and (start < end or not offset)
     return start <= offset < end
