@@ -17,6 +17,7 @@ from lowtide.tiers.shelf import Shelf
 from lowtide.tiers.store import IOTicket
 
 _WAIT = 300.0  # seconds to wait for a slot whose unit is being written back
+_GRACE = 0.5  # seconds to wait for a slot that somebody still looks at: a thread that is about to let go, or a view for good
 
 
 class Slots:
@@ -59,7 +60,8 @@ class Slots:
     def wait_for(self, unit: Unit) -> Block:
         """A slot for ``unit``, when there is one; nobody but the disk can make one free meanwhile."""
         try:
-            return self._counted(self._arena.take_or_wait(unit.layout.nbytes, _WAIT if self._returning else 0.0))
+            seconds = _WAIT if self._returning else _GRACE if self._arena.limbo_bytes else 0.0
+            return self._counted(self._arena.take_or_wait(unit.layout.nbytes, seconds))
         except ArenaFull as full:
             capacity = self._arena.capacity or 0
             raise OverBudget("slots for units in use", unit.layout.nbytes, capacity, unit.name) from full
