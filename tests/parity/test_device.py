@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,34 +11,27 @@ from torch import nn
 import lowtide
 from lowtide.api import engine_of
 from lowtide.errors import OverBudget
-from tests.kit import out_of_core  # without a memory number, everything goes to disk
+from tests.kit.models import MENAGERIE
+from tests.kit.out_of_core import Where
+from tests.kit.out_of_core import check as check_on_disk
 from tests.kit.parity import Case, Recipe, check
 
-assert out_of_core.RESIDENCIES
-
-MODELS = ["mlp", "tied", "frozen_block", "dropout", "batchnorm", "channels_last"]
-
-
-def options(folder: Path, *, disk: bool, **more: Any) -> tuple[tuple[str, Any], ...]:
-    found: dict[str, Any] = {"device_memory": "1MiB", **({"disk": str(folder)} if disk else {}), **more}
-    return tuple(found.items())
+MODELS = ["dropout", "buffers", "lstm", "embeddings"]
+SMALL = (("device_memory", "1MiB"),)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_the_same_bits(tmp_path: Path, update: str, disk: bool, world: int) -> None:
-    from tests.kit.models import MENAGERIE
+@pytest.mark.parametrize("model", MODELS)
+def test_units_on_disk(tmp_path: Path, model: str, update: str, world: int) -> None:
+    assert model in MENAGERIE
+    check_on_disk(world, Case(model, 3, Recipe(), SMALL), Where(update=update), tmp_path)
 
-    for name in [n for n in MODELS if n in MENAGERIE] or list(MENAGERIE)[:4]:
-        check(world, Case(name, 3, Recipe(), options(tmp_path, disk=disk, update=update)))
 
-
-@pytest.mark.parametrize("activations", ["host", "recompute"])
-def test_activations_leave_the_device(tmp_path: Path, activations: str) -> None:
-    from tests.kit.models import MENAGERIE
-
-    check(1, Case(next(iter(MENAGERIE)), 3, Recipe(), options(tmp_path, disk=False, activations=activations)))
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("activations", ["keep", "host", "recompute"])
+def test_units_on_the_host(activations: str, world: int) -> None:
+    check(world, Case("dropout", 3, Recipe(), (*SMALL, ("activations", activations))))
 
 
 def blocks() -> nn.Module:

@@ -231,6 +231,8 @@ class Channel:
         return PeerFailed(-1, f"a connection was lost ({broken})", str(label))
 
     def _break(self, cause: BaseException, *, tell: bool = True) -> None:
+        if self._thread is None:
+            return  # one rank: nobody is out of step, and whoever submitted has the error
         with self._lock:
             if self._cause is not None:
                 return
@@ -238,8 +240,7 @@ class Channel:
             self._untold = True
         if tell:
             self._watch.report(cause)
-            if self._thread is not None:
-                self._wire.abort()
+            self._wire.abort()
 
     def _on_peer_failure(self) -> None:
         failure = self._watch.failure

@@ -52,6 +52,8 @@ class Needs:
     """Gradients and reduction buffers, in units of the largest unit."""
     has_disk: bool
     in_backward: bool
+    movable: frozenset[str] = frozenset()
+    """Kinds of bytes that can be on disk: parameters, gradients, optimizer."""
 
     @property
     def largest(self) -> int:
@@ -112,9 +114,12 @@ def at_start(needs: Needs, base: int, policies: Sequence[str]) -> Placement:
     """Before the first step, when activations are not known: as little as possible in memory, or all if that is little."""
     refuse_infeasible(needs, base)
     fits = base + needs.slack + needs.states + working_bytes(needs, slots=0, chunks=0) <= needs.budget // 2
-    tier = Tier.HOST if fits or not needs.has_disk else Tier.DISK
     resolved = ["recompute" if p == "auto" else p for p in policies]
-    return _placement(needs, [tier] * len(needs.units), [tier] * len(needs.units), [tier] * len(needs.units), resolved, base)
+    parameters, gradients, optimizer = (
+        [Tier.HOST if fits or kind not in needs.movable else Tier.DISK] * len(needs.units)
+        for kind in ("parameters", "gradients", "optimizer")
+    )
+    return _placement(needs, parameters, gradients, optimizer, resolved, base)
 
 
 def after_measuring(needs: Needs, peak: int, now: Placement, policies: Sequence[str]) -> Placement:
@@ -128,8 +133,17 @@ def after_measuring(needs: Needs, peak: int, now: Placement, policies: Sequence[
             activations[i] = "keep" if needs.units[i].activations <= left else "recompute"
         left -= needs.units[i].activations if activations[i] == "keep" else 0
     parameters, gradients, optimizer = ([getattr(p, k) for p in now.units] for k in ("parameters", "gradients", "optimizer"))
-    for tiers, kind in ((parameters, "parameters"), (gradients, "gradients"), (optimizer, "optimizer")):
-        left = _bring(tiers, [getattr(u, kind) for u in needs.units], left)
+    kinds = [
+        (k, t)
+        for k, t in (("parameters", parameters), ("gradients", gradients), ("optimizer", optimizer))
+        if k in needs.movable
+    ]
+    if left < 0:
+        for kind, tiers in reversed(kinds):
+            left = _move(tiers, Tier.DISK, [getattr(u, kind) for u in needs.units], left)
+    else:
+        for kind, tiers in kinds:
+            left = _move(tiers, Tier.HOST, [getattr(u, kind) for u in needs.units], left)
     return Placement(
         tuple(UnitPlacement(*row) for row in zip(parameters, gradients, optimizer, activations, strict=True)),
         now.slot_bytes,
@@ -137,15 +151,15 @@ def after_measuring(needs: Needs, peak: int, now: Placement, policies: Sequence[
     )
 
 
-def _bring(tiers: list[Tier], sizes: Sequence[int], left: int) -> int:
-    """Move what fits to memory, and, if the budget is overdrawn, something to disk. Returns what is left."""
+def _move(tiers: list[Tier], to: Tier, sizes: Sequence[int], left: int) -> int:
+    """Move units to memory while they fit, or to disk while the budget is overdrawn. Returns what is left."""
     for i, size in enumerate(sizes):
-        if tiers[i] is Tier.HOST and left < 0 and size:
-            tiers[i] = Tier.DISK
-            left += size
-        elif tiers[i] is Tier.DISK and size <= left:
-            tiers[i] = Tier.HOST
-            left -= size
+        if tiers[i] is to or not size:
+            continue
+        if to is Tier.HOST and size <= left:
+            tiers[i], left = to, left - size
+        elif to is Tier.DISK and left < 0:
+            tiers[i], left = to, left + size
     return left
 
 

@@ -111,7 +111,9 @@ class Assembly:
             ledger=self.ledger,
         )
         self.budget = Budget(self._budget_of_this_rank())
-        self.placer = Placer(self.units, config, budget=self.budget, store=self.store, memory=self.memory)
+        self.placer = Placer(
+            self.units, config, budget=self.budget, store=self.store, memory=self.memory, exchange=self.exchange
+        )
         self.activations = Activations(
             self.residency, self.placer, self.budget, self._spill_store(), needed=self.needed_in_backward
         )

@@ -89,6 +89,15 @@ class ChunkedStep:
         self._ran |= set(lists)
 
     @contextmanager
+    def _as_outside_forward(self) -> Generator[None]:
+        """A put-off step runs inside the caller's forward pass, whose autocast and inference mode are not meant for it."""
+        if not self._put_off:
+            yield
+            return
+        with torch.inference_mode(mode=False), torch.autocast("cpu", enabled=False), torch.no_grad():
+            yield
+
+    @contextmanager
     def _showing(self, lists: dict[int, list[nn.Parameter]]) -> Generator[Optimizer]:
         """The optimizer with only these tensors in its groups, and as it was before the step."""
         optimizer = self._optimizer
@@ -102,7 +111,7 @@ class ChunkedStep:
             self._groups[index]["params"] = lists[index]
         optimizer.param_groups = [self._groups[index] for index in sorted(lists)]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._as_outside_forward():
                 yield optimizer
         finally:
             optimizer.state, optimizer.param_groups = state, groups

@@ -48,7 +48,7 @@ class DueUpdate:
 
     def settle(self, unit: Unit) -> None:
         """Update ``unit`` now, if that is due."""
-        present = self._pending.pop(unit, None)
+        present = self._pending.get(unit)
         if present is None or self._step is None:
             return
         with self._residency.holding(unit):
@@ -56,14 +56,10 @@ class DueUpdate:
                 self._residency.whole(unit)
             self._update.run_due(self._step, unit, present)
         self._residency.accept_writes(unit)
+        del self._pending[unit]
         if not self._pending:
             self._step.finish()
             self._step = None
-
-    def settle_all(self) -> None:
-        """Do all that is due."""
-        for unit in list(self._pending):
-            self.settle(unit)
 
     @property
     def under_way(self) -> bool:

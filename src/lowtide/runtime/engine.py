@@ -158,6 +158,7 @@ class Engine(Assembly):
             return False
         if self._backward is None or self._backward() is None:
             self._reset_after_failure()
+            self.update.forget_expected()  # of units that the forward pass did not reach
             if self.backward_update is not None:
                 self.backward_update.refuse_second_pass()
             this = _Pass()
@@ -276,7 +277,7 @@ class Engine(Assembly):
 
     def _after_step(self) -> None:
         self.trace("update", "")
-        self.placer.after_step(self.activations.saved, self.residency, self.grads, self.update, self.due)
+        self.placer.after_step(self.activations.saved, self.residency, self.grads, self.update, self.settle)
 
     def _end_step_in_backward(self, backward_update: BackwardUpdate) -> bool:
         taken, bad_unit = backward_update.end_step()

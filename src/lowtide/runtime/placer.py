@@ -7,7 +7,8 @@ measured peak says how much of the budget is left for units, gradients and state
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from lowtide.config import Config
 from lowtide.errors import OverBudget
 from lowtide.planning.placement import Needs, Placement, Tier, UnitNeeds, UnitPlacement, after_measuring, at_start
 from lowtide.runtime.budget import Budget
-from lowtide.runtime.due import DueUpdate
+from lowtide.runtime.exchange import Exchange
 from lowtide.runtime.grads import Grads
 from lowtide.runtime.probe import large_states
 from lowtide.runtime.residency import Residency
@@ -35,9 +36,12 @@ _LEARNING_STEPS = 3  # after so many steps a placement is only changed if it doe
 class Placer:
     """Where every unit's bytes live now, and why."""
 
-    def __init__(self, units: Sequence[Unit], config: Config, *, budget: Budget, store: Store | None, memory: Memory) -> None:
+    def __init__(
+        self, units: Sequence[Unit], config: Config, *, budget: Budget, store: Store | None, memory: Memory, exchange: Exchange
+    ) -> None:
         self._units, self._config, self._budget = units, config, budget
-        self._store, self._memory = store, memory
+        self._store, self._memory, self._exchange = store, memory, exchange
+        self._alone = True
         named = [config.activations.of(u.name) for u in units]
         # Without a device of its own, the host is where activations are anyway.
         self._policies = named if memory.device.separate else ["keep" if p == "host" else p for p in named]
@@ -57,6 +61,7 @@ class Placer:
         """Decide what lives where; raises if nothing fits. ``group_sizes``: (ranks that share the model, ranks in all)."""
         if self._budget.limit is None:
             return
+        self._alone = group_sizes[1] == 1
         states = _state_bytes(self._units, optimizer)
         rank_units: list[UnitNeeds] = []
         for unit, optimizer_bytes in zip(self._units, states, strict=True):
@@ -70,15 +75,24 @@ class Placer:
         kinds = 2 + max((s / max(u.parameters, 1) for s, u in zip(states, rank_units, strict=True)), default=0)
         self._needs = Needs(
             units=tuple(rank_units),
-            budget=self._budget.limit,
+            budget=-self._largest([-self._budget.limit])[0],
             chunk_bytes=int(self._config.update.chunk_bytes * kinds),
             in_flight_units=1 if group_sizes[1] == 1 else 3,
             has_disk=self._store is not None,
             in_backward=self._config.update.in_backward,
+            movable=self._movable(),
         )
         self._budget.margin = self._needs.slack
         base = max(0, self._budget.settle() - _bytes_of_their_own(self._units))
+        base = self._largest([base])[0]
         self._use(at_start(self._needs, base, self._policies))
+
+    def _movable(self) -> frozenset[str]:
+        if self._store is None:
+            return frozenset()
+        stage, gradients = self._config.stage, not self._config.update.in_backward
+        kinds = {"optimizer": True, "parameters": stage.parameters, "gradients": stage.gradients and gradients}
+        return frozenset(kind for kind, can_move in kinds.items() if can_move)
 
     def _use(self, placement: Placement) -> None:
         self.placement = placement
@@ -122,8 +136,8 @@ class Placer:
         if self._policies[unit.index] != "auto" or self._needs is None:
             return policy
         left = self._budget.left()
-        if left is None or (self._steps and self._growth <= 1.0):
-            return policy  # the placement was made for this
+        if left is None or not self._alone or (self._steps and self._growth <= 1.0):
+            return policy  # the placement was made for this, and on several ranks it must be the same on all
         expected = int((self._activations[unit.index] or max(self._activations)) * self._growth)
         reserve = self._needs.largest + self._needs.slack // 2
         if policy == "keep" and expected <= left - reserve - int(max(self._activations) * self._growth):
@@ -147,21 +161,29 @@ class Placer:
         """Whether bytes stay where they are from now on, unless the budget is overdrawn."""
         return self._needs is None or self._steps >= _LEARNING_STEPS
 
-    def after_step(self, saved: SavedViews, residency: Residency, grads: Grads, update: Update, due: DueUpdate) -> None:
+    def after_step(
+        self, saved: SavedViews, residency: Residency, grads: Grads, update: Update, settle: Callable[[], None]
+    ) -> None:
         """Learn from the step, and move what should live elsewhere."""
         self._steps += 1
         if self._needs is None:
             return
         self.note_activations(saved)
         self._budget.read()
-        peak = self._budget.peak + self._unused_room()
+        peak, *self._activations = self._largest([self._budget.peak + self._unused_room(), *self._activations])
         overdrawn = peak > self._needs.budget - self._needs.slack // 2
         if self._steps <= _LEARNING_STEPS or overdrawn:
-            due.settle_all()
+            settle()  # what is put off needs bytes where they are
             measured = zip(self._needs.units, self._activations, strict=True)
             self._needs = replace(self._needs, units=tuple(replace(u, activations=a) for u, a in measured))
             self._move_to(after_measuring(self._needs, peak, self.placement, self._policies), residency, grads, update)
         self._budget.new_step()
+
+    def _largest(self, numbers: list[int]) -> list[int]:
+        """The largest of every number over all ranks, so that all decide alike."""
+        layout = f"<{len(numbers)}q"
+        everybody = self._exchange.notes("memory", struct.pack(layout, *numbers))
+        return [max(row) for row in zip(*(struct.unpack(layout, note) for note in everybody), strict=True)]
 
     def _unused_room(self) -> int:
         """What the arenas may still take and have not taken yet."""

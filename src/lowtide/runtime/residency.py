@@ -85,10 +85,9 @@ class Residency:
         trace: Trace,
         ahead: int,
     ) -> None:
-        self._units = units
-        self._group = group
-        self._channel = channel
-        self._memory, self._slots, self._host_slots = memory, Slots(memory.slots, ledger), Slots(memory.staging, ledger)
+        self._units, self._group, self._channel = units, group, channel
+        self._memory, self._slots = memory, Slots(memory.slots, ledger)
+        self._host_slots = Slots(memory.staging, ledger) if memory.device.separate else self._slots
         self._ledger = ledger
         self._trace = trace
         self._places: dict[Unit, _Place] = {}
@@ -141,7 +140,7 @@ class Residency:
 
     def pinned(self) -> Unit | None:
         """A unit that somebody uses right now, if any."""
-        return next((u for u in self._units if self._places[u].pins), None)
+        return next((u for u, place in self._places.items() if place.pins), None)
 
     def prefetch(self, unit: Unit) -> None:
         """Start bringing ``unit`` if it is not whole or on its way; later, if there is no slot for it now."""
@@ -181,7 +180,7 @@ class Residency:
         try:
             place.reads = self._memory.fill_slot(home, slot.tensor[lo:hi], priority)
             if not alone:
-                work = gathering(unit, slot.tensor, place.covers, home.block, place.reads)
+                work = gathering(unit, slot.tensor[:], place.covers, home.block, place.reads)
                 place.gather = self._channel.submit(Label("gather", unit.index, unit.name), work)
         except BaseException:
             self._drop(unit)  # or it would look as if it were on its way
@@ -327,9 +326,10 @@ class Residency:
             place.held = False
 
     def held_by_others(self, unit: Unit) -> bool:
-        """Whether somebody outside holds a view of the unit's slot: then it must not be written."""
+        """Whether somebody outside uses the memory that an update of the unit would write."""
         place = self._places[unit]
-        return place.slot is not None and place.state is State.WHOLE and place.slot.held
+        block = place.slot or place.home.block
+        return not place.permanent and (place.state is State.ATTACHED or (block is not None and block.held))
 
     def on_disk(self, unit: Unit) -> bool:
         return self._places[unit].home.block is None
@@ -370,16 +370,8 @@ class Residency:
 
     def refuse_replaced(self, unit: Unit) -> None:
         """Raise if somebody replaced the memory of an attached parameter (``.to()``, ``.half()``, ``param.data = ...``)."""
-        place = self._places[unit]
-        if place.state is not State.ATTACHED:
-            return
-        base = place.full_slot().tensor.data_ptr()
-        for name, param, shape, offset in zip(unit.names, unit.params, unit.layout.params, unit.layout.offsets, strict=True):
-            if shape.numel and param.data_ptr() != base + offset:
-                raise Refused(
-                    f"the memory of parameter {name!r} was replaced after lowtide.shard (.to(), .half(), `param.data = ...`). "
-                    f"Convert the model before sharding it; change values with `with lowtide.gathered(module, write=True):`."
-                )
+        if self._places[unit].state is State.ATTACHED:
+            unit.refuse_replaced(self._places[unit].full_slot().tensor.data_ptr())
 
     # -- param.data ---------------------------------------------------------------------------------------------------
 
@@ -388,8 +380,7 @@ class Residency:
             for param, view in zip(unit.params, unit.views(block.tensor), strict=True):
                 param.__class__ = nn.Parameter
                 param.data = view
-        place.slot = block
-        place.state = State.ATTACHED
+        place.slot, place.state = block, State.ATTACHED
         self.accept_writes(unit)
         self._trace("attach", unit.name)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.config import Config, KindDtypes
+from lowtide.errors import Refused
 from lowtide.spec.chunks import cut_into_chunks
 from lowtide.spec.layout import ALIGNMENT, ParamShape, UnitLayout, lay_out
 from lowtide.spec.units import UnitSpec
@@ -38,6 +39,15 @@ class Unit:
         self.index_of = {p: i for i, p in enumerate(spec.params)}
         self.version = 0
         """Raised by every update; a graph built on an older version must not be walked backward."""
+
+    def refuse_replaced(self, address: int) -> None:
+        """Raise unless the attached parameters are views of the memory at ``address``."""
+        for name, param, shape, offset in zip(self.names, self.params, self.layout.params, self.layout.offsets, strict=True):
+            if shape.numel and param.data_ptr() != address + offset:
+                raise Refused(
+                    f"the memory of parameter {name!r} was replaced after lowtide.shard (.to(), .half(), `param.data = ...`). "
+                    f"Convert the model before sharding it; change values with `with lowtide.gathered(module, write=True):`."
+                )
 
     def views(self, whole: Tensor) -> list[Tensor]:
         """The parameters of this unit as views of ``whole``, the unit's bytes."""

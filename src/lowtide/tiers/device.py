@@ -99,7 +99,7 @@ class Staged:
         self._block = staging.take(shelf.nbytes)
         self._bytes = self._block.tensor[: shelf.nbytes]
         self._reads = shelf.fetch(self._bytes, priority)
-        self._lock = threading.Lock()
+        self._lock, self._copying = threading.Lock(), threading.Lock()
         self._left = len(self._reads)
         self._arrived = False
 
@@ -108,12 +108,12 @@ class Staged:
         return self._arrived
 
     def wait(self) -> None:
-        if self._arrived:
-            return
         for read in self._reads:
             read.wait()
-        self._device.copy_in(self._bytes, self._into, self._priority).wait()
-        self._finish()
+        with self._copying:  # on several ranks two threads wait for it
+            if not self._arrived:
+                self._device.copy_in(self._bytes, self._into, self._priority).wait()
+                self._finish()
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """For a unit that was dropped before anybody waited: nothing writes to the device then, only the staging must go."""
