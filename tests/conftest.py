@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +22,13 @@ def _same_seeds() -> None:
 def _pools_end_with_the_session() -> Iterator[None]:
     yield
     close_pools()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``@pytest.mark.thinned(n)``: about every n-th case of a large product is in `make test`, always the same ones; all of
+    them are in `make soak`."""
+    for item in items:
+        mark = item.get_closest_marker("thinned")
+        if mark is not None and zlib.crc32(item.nodeid.encode()) % mark.args[0]:
+            item.add_marker("soak")
