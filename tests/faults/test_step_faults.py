@@ -183,12 +183,12 @@ def look(trainee: Trainee, folder: Path, expected: list[list[Tensor]]) -> str:
 
 KINDS = {
     "a read that fails": Fault(errno.EIO, calls="read", times=FOREVER),
-    "a read with a flipped bit": Fault(Effect.FLIP, calls="read", times=FOREVER),
     "a write that fails": Fault(errno.EIO, calls="write"),
     "a write with a flipped bit": Fault(Effect.FLIP, calls="write"),
 }
 MORE_KINDS = {
     "a read that fails once": Fault(errno.EIO, calls="read"),
+    "a read with a flipped bit": Fault(Effect.FLIP, calls="read", times=FOREVER),
     "a write that fails and all after it": Fault(errno.EIO, calls="write", times=FOREVER),
     "a write without room": Fault(errno.ENOSPC, calls="write"),
     "a torn write": Fault(Effect.TORN, calls="write"),

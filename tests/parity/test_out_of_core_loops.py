@@ -65,7 +65,7 @@ def _check_scenario(ranks: int, name: str, stage: int, where: Where, folder: Pat
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("looks", [True, False], ids=["seen", "unseen"])
+@pytest.mark.parametrize("looks", [pytest.param(True, marks=pytest.mark.soak), False], ids=["seen", "unseen"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_same_numbers(name: str, looks: bool, tmp_path: Path) -> None:
     _check_scenario(1, name, 3, Where(looks=looks), tmp_path)
