@@ -126,7 +126,7 @@ class Channel:
         self._sequence = 0
         self._progress = time.monotonic()  # when work last started or ended
         self._cause: BaseException | None = None  # once set, nothing goes through any more
-        self._untold = False  # the cause has not been raised to anybody yet
+        self._untold: BaseException | None = None  # an error that has not been raised to anybody yet
         self._closed = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -166,8 +166,8 @@ class Channel:
                 self._thread.join(_DRAIN)
         # Connections close when nothing refers to them any more; this channel may be referred to for long.
         self._wire = Wire(Alone(), Alone(), Alone())
-        if self._untold and self._cause is not None:
-            _log.error("channel %r was closed with an error that nobody waited for: %r", self.name, self._cause)
+        if self._untold is not None:
+            _log.error("channel %r was closed with an error that nobody waited for: %r", self.name, self._untold)
 
     def look_up(self, label: Label, *, since: float, agreed: bool) -> None:
         """Called by a waiting ticket every few moments: raise if its work cannot come to an end any more."""
@@ -184,7 +184,7 @@ class Channel:
 
     def delivered(self) -> None:
         """Called by a ticket that raises its error."""
-        self._untold = False
+        self._untold = None
 
     def _serve(self) -> None:
         while (ticket := self._queue.get()) is not None:
@@ -231,13 +231,13 @@ class Channel:
         return PeerFailed(-1, f"a connection was lost ({broken})", str(label))
 
     def _break(self, cause: BaseException, *, tell: bool = True) -> None:
-        if self._thread is None:
-            return  # one rank: nobody is out of step, and whoever submitted has the error
         with self._lock:
             if self._cause is not None:
                 return
+            self._untold = cause
+            if self._thread is None:
+                return  # one rank: nobody is out of step, and the next work goes through
             self._cause = cause
-            self._untold = True
         if tell:
             self._watch.report(cause)
             self._wire.abort()
@@ -246,11 +246,11 @@ class Channel:
         failure = self._watch.failure
         if failure is not None:
             self._break(PeerFailed(failure.rank, failure.cause, ""))
-            self._untold = False  # the watch tells it at the next call
+            self._untold = None  # the watch tells it at the next call
 
     def _raise_cause(self, label: Label) -> None:
         if self._cause is not None:
-            self._untold = False
+            self._untold = None
             raise _seen_from(self._cause, label).with_traceback(None)
 
 
