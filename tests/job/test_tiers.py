@@ -27,6 +27,7 @@ from lowtide.job.options import Options
 from lowtide.job.progress import Bar, Lines, Reporter
 from lowtide.job.records import SUMMARY, Result, StepRecord
 from lowtide.job.show import summary_lines
+from lowtide.spec.probe import assumed_machine, cache_machine
 from lowtide.tiers.spool import Folder, Spool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -258,13 +259,21 @@ def dead_job(spool: Path, tmp_path: Path) -> Path:
     return left
 
 
+@pytest.fixture
+def _measured_before(spool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the doctor remembers of the machine, so that it measures nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache_machine(assumed_machine(str(spool)), str(spool))
+
+
+@pytest.mark.usefixtures("_measured_before")
 def test_doctor_removes_what_a_dead_job_left_and_nothing_else(
     dead_job: Path, spool: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (spool / "lowtide-notes.txt").write_text("mine")
     living = Spool(Folder(str(spool)), rank=0)
     try:
-        assert run(["doctor", str(spool)]) == 0
+        assert run(["doctor", "--quick", str(spool)]) == 0
         out = capsys.readouterr().out
         assert f"{dead_job} was left by a dead job" in out
         assert living.path not in out
@@ -278,6 +287,7 @@ def test_doctor_removes_what_a_dead_job_left_and_nothing_else(
         living.close()
 
 
+@pytest.mark.usefixtures("_measured_before")
 def test_doctor_says_what_it_could_not_remove(dead_job: Path, spool: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (dead_job / "somebody's file").write_text("mine")
     assert run(["doctor", "--clean", str(spool)]) == 0
@@ -286,12 +296,13 @@ def test_doctor_says_what_it_could_not_remove(dead_job: Path, spool: Path, capsy
     (dead_job / "somebody's file").unlink()
     assert run(["doctor", "--clean", str(spool)]) == 0
     assert f"removed {dead_job}" in capsys.readouterr().out
-    assert run(["doctor", str(spool)]) == 0
+    assert run(["doctor", "--quick", str(spool)]) == 0
     assert "nothing was left" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_measured_before")
 def test_doctor_shows_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["doctor", "--json"]) == 0
+    assert run(["doctor", "--quick", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report["machine"]) == {"processor", "memory", "system", "software"}
     assert report["folders"] == []

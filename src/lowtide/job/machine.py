@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from lowtide.job.options import cores
+from lowtide.spec.probe_limits import processor
 
 
 def machine_facts() -> list[tuple[str, str]]:
@@ -17,21 +18,11 @@ def machine_facts() -> list[tuple[str, str]]:
     limit = _cgroup_limit()
     limited = f", limited to {limit / 2**30:.1f} GiB" if limit is not None and limit < memory.total else ""
     return [
-        ("processor", f"{_processor()}, {cores()} cores for this job"),
+        ("processor", f"{processor()}, {cores()} cores for this job"),
         ("memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free{limited}"),
         ("system", f"{platform.system()} {platform.release()}"),
         ("software", f"Python {platform.python_version()}, PyTorch {metadata.version('torch')}"),
     ]
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _cgroup_limit() -> int | None:

@@ -49,7 +49,8 @@ def default_budget() -> int:
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, used) of every group that this process is in, version 1 or 2, from its own up to the root."""
+    """(limit, used) of every group that this process is in, version 1 or 2, from its own up to the root. Pages of files are not
+    counted as used: the kernel drops them before it stops anybody."""
     found: list[tuple[int, int]] = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -60,10 +61,16 @@ def _cgroup_limits() -> list[tuple[int, int]]:
             for at in (folder, *folder.parents):
                 limit, used = (_number(at / name) for name in names)
                 if limit is not None and used is not None and limit < _NO_LIMIT:
-                    found.append((limit, used))
+                    found.append((limit, max(0, used - _reclaimable(at / "memory.stat"))))
                 if at == root:
                     break
     return found
+
+
+def _reclaimable(stat: Path) -> int:
+    lines = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
+    names = ("total_inactive_file", "total_active_file") if "total_inactive_file" in lines else ("inactive_file", "active_file")
+    return sum(int(lines.get(name, 0)) for name in names)
 
 
 def _number(path: Path) -> int | None:
