@@ -1,7 +1,8 @@
-"""Bytes per rank and phase against the ZeRO formulas, worked out here from the shapes alone.
+"""Bytes per rank and phase: the ledger of real runs against the planner's formulas (lowtide/planning/formulas.py).
 
 A rank of W holds of what its stage shards 1/W, of the rest all of it. At stage 3 units are whole only while they are in use:
-at most three at a time. A reduction has one buffer to send from and one to receive in.
+at most three at a time. A reduction has one buffer to send from and one to receive in. Two cases are worked by hand from the
+shapes, so that a formula and the engine cannot be wrong together.
 """
 
 from __future__ import annotations
@@ -18,6 +19,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lowtide
 from lowtide.api import engine_of
+from lowtide.planning.formulas import (
+    Home,
+    PhaseBytes,
+    Setting,
+    UnitBytes,
+    from_precision,
+    phase_table,
+    states_bytes_per_rank,
+    unit_from_layout,
+)
+from lowtide.spec.layout import ParamShape, UnitLayout, lay_out
+from lowtide.stages import STAGES
 from tests.kit.dist import run_ranks
 
 FP32 = 4
@@ -60,50 +73,37 @@ class Pyramid(nn.Module):
         return sum((layer(x).square().mean() for layer in self.layers), torch.zeros(()))
 
 
-def units(model: nn.Module) -> list[list[int]]:
-    """Numbers of elements of the parameters of every unit."""
+def units(model: nn.Module) -> list[list[nn.Parameter]]:
     parts = [model.table, *model.blocks, model.head] if isinstance(model, Net) else list(model.layers)  # type: ignore[arg-type]
-    return [[p.numel() for p in part.parameters()] for part in parts]  # type: ignore[union-attr]
+    return [list(part.parameters()) for part in parts]  # type: ignore[union-attr]
 
 
-def blocks_of_64(unit: list[int]) -> int:
-    return sum(math.ceil(n / 64) for n in unit)
-
-
-def whole_bytes(unit: list[int], ranks: int) -> int:
-    """Parameters start at multiples of 64 elements, and all ranks have equally many such blocks."""
-    return math.ceil(blocks_of_64(unit) / ranks) * ranks * 64 * FP32
-
-
-def shard_bytes(unit: list[int], ranks: int) -> int:
-    return whole_bytes(unit, ranks) // ranks
-
-
-def elements_of(unit: list[int], rank: int, ranks: int) -> list[int]:
-    """How many elements of each parameter lie in a rank's shard, without the padding."""
-    share = shard_bytes(unit, ranks) // FP32
-    lo, hi = rank * share, (rank + 1) * share
-    out, at = [], 0
-    for n in unit:
-        out.append(max(0, min(hi, at + n) - max(lo, at)))
-        at += math.ceil(n / 64) * 64
-    return out
+def whole_bytes(unit: list[nn.Parameter], ranks: int) -> int:
+    """By hand: parameters start at multiples of 64 elements, and all ranks have equally many such blocks."""
+    blocks = sum(math.ceil(p.numel() / 64) for p in unit)
+    return math.ceil(blocks / ranks) * ranks * 64 * FP32
 
 
 class Expected:
-    """The formulas."""
+    """The formulas for a model that is not sharded yet, with all of it in memory."""
 
     def __init__(self, model: nn.Module, rank: int, ranks: int, stage: int) -> None:
-        every = units(model)
-        self.largest = max(whole_bytes(u, ranks) for u in every)
-        self.parameters = sum(shard_bytes(u, ranks) if stage >= 3 else whole_bytes(u, ranks) for u in every)
-        mine = [n for u in every for n in elements_of(u, rank, ranks)]
-        total = [n for u in every for n in u]
-        # on one rank, where nothing is cut, gradients are autograd's own and not lowtide's to count
-        self.gradients = FP32 * sum(mine if stage >= 2 else total) if ranks > 1 or stage >= 2 else 0
-        kept = mine if stage >= 1 else total
-        self.optimizer = sum(2 * FP32 * n + FP32 for n in kept if n)  # two moments per element, one step count per piece
-        self.in_flight = stage >= 3 and ranks > 1
+        kinds = from_precision("fp32")
+        shapes = [[ParamShape(tuple(p.shape), tuple(p.stride()), FP32) for p in unit] for unit in units(model)]
+        cut: list[UnitLayout] = [lay_out(unit, lowtide.Partition(), ranks) for unit in shapes]
+        self.units: list[UnitBytes] = [unit_from_layout(str(i), c, rank, STAGES[stage], kinds) for i, c in enumerate(cut)]
+        setting = Setting(stage=STAGES[stage], world_size=ranks)
+        table = phase_table(self.units, [Home()] * len(self.units), setting)
+        self._rows = [row for row in table if row.tier == "host"]
+        self.rest: PhaseBytes = self._rows[0]
+        self._ours = ranks > 1 or STAGES[stage].gradients
+
+    def live(self, phase: str, *, gradients: bool, optimizer: bool) -> tuple[int, int, int]:
+        """Bytes of the three kinds of states in a phase. Before the first backward there are no gradients, before the first
+        update no states; and on one rank, where nothing is cut, gradients are autograd's own and not lowtide's to count."""
+        rows = {(row.parameters, row.gradients, row.optimizer) for row in self._rows if row.phase == phase}
+        (states,) = rows  # the same for all units
+        return states[0], states[1] if gradients and self._ours else 0, states[2] if optimizer else 0
 
 
 def batch(model: nn.Module, number: int, rank: int) -> Tensor:
@@ -124,38 +124,36 @@ def phases(rank: int, ranks: int, stage: int, kind: str) -> dict[str, Any]:
     engine = engine_of(model)
     ledger = engine.ledger
 
-    def check(phase: str, *, gradients: int, optimizer_bytes: int) -> None:
+    def check(when: str, phase: str, *, gradients: bool = True, optimizer: bool = True) -> None:
         live: Counter[str] = ledger.live
-        assert live["parameters"] == expected.parameters, f"{phase}: parameters"
-        assert live["gradients"] == gradients, f"{phase}: gradients"
-        assert live["optimizer"] == optimizer_bytes, f"{phase}: optimizer"
-        slots = 3 * expected.largest if expected.in_flight else 0
-        assert ledger.peak["slots"] <= slots, f"{phase}: {ledger.peak['slots']} bytes of units were whole, {slots} allowed"
-        assert ledger.peak["buffers in flight"] <= 2 * expected.largest, f"{phase}: buffers"
+        states = (live["parameters"], live["gradients"], live["optimizer"])
+        assert states == expected.live(phase, gradients=gradients, optimizer=optimizer), when
+        most = ledger.peak["slots"]
+        assert most <= expected.rest.slots, f"{when}: {most} bytes of units were whole, {expected.rest.slots} allowed"
+        assert ledger.peak["buffers in flight"] <= expected.rest.buffers, f"{when}: buffers"
         assert set(live) <= {"parameters", "slots", "gradients", "optimizer", "buffers in flight"}, "and nothing else"
 
-    check("after shard", gradients=0, optimizer_bytes=0)
+    check("after shard", "rest", gradients=False, optimizer=False)
     assert ledger.live["slots"] == ledger.live["buffers in flight"] == 0
     seen: dict[str, Any] = {}
     for number in range(3):
-        had = expected.optimizer if number else 0
         out = model(batch(model, number, rank))
-        check("forward", gradients=expected.gradients if number else 0, optimizer_bytes=had)
+        check("forward", "forward", gradients=number > 0, optimizer=number > 0)
         out.square().mean().backward()
-        check("backward", gradients=expected.gradients, optimizer_bytes=had)
+        check("backward", "reduce", optimizer=number > 0)
         assert ledger.live["slots"] == 0, "nothing stays whole after backward"
         optimizer.step()
-        check("step", gradients=expected.gradients, optimizer_bytes=expected.optimizer)
+        check("step", "update")
         assert ledger.live["slots"] == 0
         optimizer.zero_grad()
-        check("zero_grad", gradients=expected.gradients, optimizer_bytes=expected.optimizer)
+        check("zero_grad", "rest")
         assert all(p.grad is None for p in model.parameters())
         # what was really taken from the system, not only what is in use
-        room = expected.parameters + (3 * expected.largest if expected.in_flight else 0)
+        room = expected.rest.parameters + expected.rest.slots
         assert engine.arena.reserved_bytes <= room, f"{engine.arena.reserved_bytes} bytes reserved, {room} allowed"
         seen = {"parameters": ledger.live["parameters"], "gradients": ledger.live["gradients"], "slots": ledger.peak["slots"]}
     states = [v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    assert sum(states) == expected.optimizer
+    assert sum(states) == expected.rest.optimizer
     return seen
 
 
@@ -179,11 +177,48 @@ def test_the_formulas_are_those_of_zero() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList(nn.Linear(640, 640, bias=False) for _ in range(4))
     numel = 4 * 640 * 640
-    totals = []
+    kinds, totals = from_precision("fp32"), []
     for stage in range(4):
-        e = Expected(model, 0, 4, stage)
-        totals.append((e.parameters + e.gradients + e.optimizer) / numel)
+        rest = Expected(model, 0, 4, stage).rest
+        totals.append((rest.parameters + rest.gradients + rest.optimizer) / numel)
+        assert totals[-1] == pytest.approx(states_bytes_per_rank(numel, STAGES[stage], 4, kinds).total / numel, rel=1e-3)
     assert totals == pytest.approx([16, 4 + 4 + 8 / 4, 4 + 12 / 4, 16 / 4], rel=1e-3)
+
+
+# Net on 3 ranks, rank 0. In blocks of 64 elements (256 bytes): the table has 226 (301 x 48 elements), so 76 for each rank; a
+# layer has 84 + 2 + 84 + 1 + 1, so 58; the head 23 + 1, so 8. Of its own, rank 0 has 4864 elements of the table, 3712 of the
+# first matrix of each layer, 512 of the head: 20,224 in 6 pieces. In all there are 59,758 elements in 23 parameters.
+WHOLE, PART = 256 * 3 * (76 + 4 * 58 + 8), 256 * (76 + 4 * 58 + 8)
+BY_HAND = {
+    0: (WHOLE, 4 * 59_758, 8 * 59_758 + 4 * 23),
+    1: (WHOLE, 4 * 59_758, 8 * 20_224 + 4 * 6),
+    2: (WHOLE, 4 * 20_224, 8 * 20_224 + 4 * 6),
+    3: (PART, 4 * 20_224, 8 * 20_224 + 4 * 6),
+}
+
+
+@pytest.mark.parametrize("stage", BY_HAND)
+def test_a_case_by_hand(stage: int) -> None:
+    assert (WHOLE, PART) == (242_688, 80_896)
+    expected = Expected(Net(), 0, 3, stage)
+    assert expected.live("rest", gradients=True, optimizer=True) == BY_HAND[stage]
+    assert expected.rest.slots == (3 * 58_368 if stage == 3 else 0), "the table: 228 blocks"
+    assert expected.rest.buffers == 2 * 4 * 3 * 4864, "rank 0 receives its part of the table three times"
+
+
+def two_layers(rank: int, ranks: int) -> list[int]:
+    """Without any formula: what two ranks have of two matrices of 128 x 64 at stage 3, after a step of Adam."""
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+    model, optimizer = lowtide.shard(model, torch.optim.AdamW(model.parameters()), stage=3, units=[nn.Linear], comm=COMM)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    live = engine_of(model).ledger.live
+    return [live["parameters"], live["gradients"], live["optimizer"], live["slots"]]
+
+
+def test_a_run_by_hand() -> None:
+    """2 x 8192 elements, half on each rank: 32 KiB of parameters, as much of gradients, 64 KiB of moments, 2 counters."""
+    assert run_ranks(2, two_layers) == [[32_768, 32_768, 65_536 + 8, 0]] * 2
 
 
 def sixteen_bits(rank: int, ranks: int, stage: int) -> None:
@@ -224,13 +259,13 @@ class Branching(nn.Module):
 def wrong_guesses(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     model = Branching()
-    unit = [p.numel() for p in model.blocks[0].parameters()]
+    unit = whole_bytes(list(model.blocks[0].parameters()), ranks)
     model, _ = lowtide.shard(model, None, stage=3, comm=COMM)
     with torch.no_grad():
         for path in range(24):
             model(torch.ones(2, 48), path)
     ledger = engine_of(model).ledger
-    most = ledger.peak["slots"] / whole_bytes(unit, ranks)
+    most = ledger.peak["slots"] / unit
     assert most <= 3, f"{most} units were whole at once"
 
 
