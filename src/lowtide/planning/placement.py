@@ -1,43 +1,22 @@
-"""What lives where: a frozen table, and the rule that makes it. No bytes move here.
+"""What lives where on one rank while it runs: a frozen table, made anew when a step has shown more. No bytes move here.
 
-The rule is simple and deterministic. Fixed first: what the process is, slots for the units in use, buffers for the update.
-Then, while the budget lasts: activations are kept rather than recomputed, the last units first; parameters stay in memory
-(a unit on disk is read twice and written once a step), then gradients, then optimizer states (read once and written once
-each). More memory therefore never means more traffic.
+Before the first step activations are not known, so as little as possible is in memory. Afterwards the measured peak says what
+the process needs beside the bytes that can be placed, and the programme (``planning/programme.py``) places those.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowtide.errors import DoesNotFit
+from lowtide.planning.options import Kind, Option, Rates, Tier, UnitNeeds, Way
+from lowtide.planning.programme import Infeasible, Problem, Solution, evaluate, options_for, solve
 
 _SLACK_SHARE = 0.02
 _SLACK_BYTES = 48 << 20
-"""What the allocator, Python and the kernel take on top of what we count: a share of the budget and a fixed part."""
-
-
-class Tier(enum.Enum):
-    """Where bytes live between two uses."""
-
-    HOST = "host"
-    DISK = "disk"
-
-
-@dataclass(frozen=True, slots=True)
-class UnitNeeds:
-    """The bytes of one unit on one rank."""
-
-    name: str
-    whole: int
-    """All its parameters, as compute needs them."""
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int = 0
-    """What autograd saves in its forward; 0 before the first step."""
+_NO_END = 1 << 60
+_KINDS = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +31,10 @@ class Needs:
     """Gradients and reduction buffers, in units of the largest unit."""
     has_disk: bool
     in_backward: bool
-    movable: frozenset[str] = frozenset()
-    """Kinds of bytes that can be on disk: parameters, gradients, optimizer."""
+    movable: frozenset[Kind] = frozenset()
+    """Kinds of bytes that can be on disk."""
+    rates: Rates = field(default_factory=Rates)
+    way: Way = field(default_factory=Way)
 
     @property
     def largest(self) -> int:
@@ -68,7 +49,12 @@ class Needs:
 
     @property
     def slack(self) -> int:
-        return _SLACK_BYTES + int(self.budget * _SLACK_SHARE)
+        return slack_of(self.budget)
+
+
+def slack_of(budget: int) -> int:
+    """What the allocator, Python and the kernel take on top of what is counted: a share of the budget and a fixed part."""
+    return _SLACK_BYTES + int(budget * _SLACK_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +74,14 @@ class Placement:
     units: tuple[UnitPlacement, ...]
     slot_bytes: int | None
     buffer_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a placement is expected to take: seconds of a step, and bytes of this rank at its fullest."""
+
+    seconds: float
+    peak_bytes: int
 
 
 def working_bytes(needs: Needs, *, slots: int, chunks: int) -> int:
@@ -114,65 +108,70 @@ def at_start(needs: Needs, base: int, policies: Sequence[str]) -> Placement:
     """Before the first step, when activations are not known: as little as possible in memory, or all if that is little."""
     refuse_infeasible(needs, base)
     fits = base + needs.slack + needs.states + working_bytes(needs, slots=0, chunks=0) <= needs.budget // 2
-    resolved = ["recompute" if p == "auto" else p for p in policies]
-    parameters, gradients, optimizer = (
-        [Tier.HOST if fits or kind not in needs.movable else Tier.DISK] * len(needs.units)
-        for kind in ("parameters", "gradients", "optimizer")
-    )
-    return _placement(needs, parameters, gradients, optimizer, resolved, base)
+    parameters, gradients, optimizer = (Tier.HOST if fits or kind not in needs.movable else Tier.DISK for kind in _KINDS)
+    resolved = ("recompute" if p == "auto" else p for p in policies)
+    units = tuple(UnitPlacement(parameters, gradients, optimizer, policy) for policy in resolved)
+    slot_bytes, buffer_bytes = arenas(needs, base)
+    return Placement(units, slot_bytes, buffer_bytes)
 
 
-def after_measuring(needs: Needs, peak: int, now: Placement, policies: Sequence[str]) -> Placement:
-    """After a step whose peak was ``peak``: use what is left of the budget, in the order of this file's first lines."""
-    left = needs.budget - needs.slack - peak
-    kept = [u.activations if p.activations == "keep" else 0 for u, p in zip(needs.units, now.units, strict=True)]
-    left += sum(kept)
-    activations = [p.activations for p in now.units]
-    for i in reversed(range(len(needs.units))):
-        if policies[i] == "auto":
-            activations[i] = "keep" if needs.units[i].activations <= left else "recompute"
-        left -= needs.units[i].activations if activations[i] == "keep" else 0
-    parameters, gradients, optimizer = ([getattr(p, k) for p in now.units] for k in ("parameters", "gradients", "optimizer"))
-    kinds = [
-        (k, t)
-        for k, t in (("parameters", parameters), ("gradients", gradients), ("optimizer", optimizer))
-        if k in needs.movable
-    ]
-    if left < 0:
-        for kind, tiers in reversed(kinds):
-            left = _move(tiers, Tier.DISK, [getattr(u, kind) for u in needs.units], left)
-    else:
-        for kind, tiers in kinds:
-            left = _move(tiers, Tier.HOST, [getattr(u, kind) for u in needs.units], left)
-    return Placement(
-        tuple(UnitPlacement(*row) for row in zip(parameters, gradients, optimizer, activations, strict=True)),
-        now.slot_bytes,
-        now.buffer_bytes,
-    )
-
-
-def _move(tiers: list[Tier], to: Tier, sizes: Sequence[int], left: int) -> int:
-    """Move units to memory while they fit, or to disk while the budget is overdrawn. Returns what is left."""
-    for i, size in enumerate(sizes):
-        if tiers[i] is to or not size:
-            continue
-        if to is Tier.HOST and size <= left:
-            tiers[i], left = to, left - size
-        elif to is Tier.DISK and left < 0:
-            tiers[i], left = to, left + size
-    return left
-
-
-def _placement(
-    needs: Needs, parameters: list[Tier], gradients: list[Tier], optimizer: list[Tier], activations: list[str], base: int
-) -> Placement:
-    units = tuple(UnitPlacement(*row) for row in zip(parameters, gradients, optimizer, activations, strict=True))
+def arenas(needs: Needs, base: int) -> tuple[int | None, int | None]:
+    """How large slots and buffers may become; ``None``: there is no need for an end."""
     if not needs.has_disk:
-        return Placement(units, None, None)
+        return None, None
     free = needs.budget - needs.slack - base
     slots = 3 if working_bytes(needs, slots=3, chunks=4) <= 0.5 * free else 2
     # All that the update of one unit reads, so that it can be there before the unit is, and what is being written.
     largest_update = max((u.optimizer + (0 if needs.in_backward else u.gradients) for u in needs.units), default=0)
     wanted = max(largest_update + 2 * needs.chunk_bytes, 8 * needs.chunk_bytes)
     room = int(0.5 * free) - working_bytes(needs, slots=slots, chunks=0)
-    return Placement(units, slots * needs.largest, max(2 * needs.chunk_bytes, min(wanted, room)))
+    return slots * needs.largest, max(2 * needs.chunk_bytes, min(wanted, room))
+
+
+def after_measuring(needs: Needs, peak: int, now: Placement, policies: Sequence[str]) -> tuple[Placement, Forecast]:
+    """After a step whose peak was ``peak`` with the placement ``now``: the best for the budget. Where nothing fits, as little
+    as possible stays in memory."""
+    placed = evaluate(_problem(needs, 0, [(p.activations,) for p in now.units]), _as_chosen(needs, now))
+    beside = max(0, peak - placed.peaks[Tier.HOST])
+    room = needs.budget - needs.slack - beside
+    every = ("keep", "recompute", "disk") if needs.has_disk else ("keep", "recompute")
+    try:
+        solution = solve(_problem(needs, room, [every if p == "auto" else (p,) for p in policies]))
+    except Infeasible:
+        solution = _least_in_memory(needs, policies)
+    units = tuple(_unit_placement(row, p) for row, p in zip(solution.chosen, now.units, strict=True))
+    forecast = Forecast(seconds=solution.seconds, peak_bytes=beside + solution.peaks[Tier.HOST])
+    return Placement(units, now.slot_bytes, now.buffer_bytes), forecast
+
+
+def _problem(needs: Needs, room: int, allowed: Sequence[tuple[str, ...]]) -> Problem:
+    tiers = {Tier.HOST: room} | ({Tier.DISK: _NO_END} if needs.has_disk else {})
+    stuck = frozenset(kind for kind in _KINDS if kind not in needs.movable)
+    return Problem(units=needs.units, rates=needs.rates, way=needs.way, room=tiers, policies=tuple(allowed), fixed=stuck)
+
+
+def _as_chosen(needs: Needs, now: Placement) -> tuple[tuple[Option, ...], ...]:
+    """The options that a placement stands for."""
+    problem = _problem(needs, 0, [(p.activations,) for p in now.units])
+    rows: list[tuple[Option, ...]] = []
+    for kinds, unit in zip(options_for(problem), now.units, strict=True):
+        names = {k: getattr(unit, k.value) for k in _KINDS}
+        rows.append(
+            tuple(next((o for o in options if o.tier is names.get(o.kind, o.tier)), options[0]) for options in kinds if options)
+        )
+    return tuple(rows)
+
+
+def _least_in_memory(needs: Needs, policies: Sequence[str]) -> Solution:
+    """Everything that can be elsewhere is."""
+    allowed = [("recompute",) if p == "auto" else (p,) for p in policies]
+    problem = _problem(needs, 0, allowed)
+    rows = tuple(tuple(options[-1] for options in kinds if options) for kinds in options_for(problem))
+    return evaluate(problem, rows)
+
+
+def _unit_placement(row: tuple[Option, ...], now: UnitPlacement) -> UnitPlacement:
+    found = {o.kind: o for o in row}
+    parameters, gradients, optimizer = (found[k].tier if k in found else getattr(now, k.value) for k in _KINDS)
+    policy = found[Kind.ACTIVATIONS].name if Kind.ACTIVATIONS in found else now.activations
+    return UnitPlacement(parameters, gradients, optimizer, policy)

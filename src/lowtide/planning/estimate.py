@@ -1,0 +1,155 @@
+"""From a model and a machine to seconds and bytes: what the programme is given, and what it need not place.
+
+[Note: seconds of work] A kernel is either a matrix product, which runs at the speed the probe measured for its dtype, or it
+moves memory, and runs at the speed of that; every kernel must be started, and memory that is new costs page faults on a CPU.
+The sum of the four is within about 15 % of what a step takes (benchmarks/plan.py); nothing is fitted to a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowtide.planning.formulas import KindBytes, UnitBytes, unit_from_facts
+from lowtide.planning.options import Load, Phase, Rates, Resource, UnitNeeds
+from lowtide.spec.hardware import Disk, Hardware, Wire
+from lowtide.spec.model import ModelSpec, UnitFacts, Work
+from lowtide.stages import Stage
+
+PROCESS_BYTES = 240 << 20
+"""Python, torch and its threads, before there is a model."""
+_DISK_BUSY = 0.15
+"""Of the seconds in which the disk works, so many are lost to compute on a CPU: checksums and system calls."""
+_SPILL_BANDWIDTH = 3e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part of a machine that one rank has."""
+
+    hardware: Hardware
+    world_size: int
+    local_ranks: int
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.world_size // self.local_ranks)
+
+    @property
+    def separate(self) -> bool:
+        """Whether compute has memory of its own."""
+        return self.hardware.compute.memory_bytes is not None
+
+    @property
+    def cores_shared_by(self) -> int:
+        """Ranks that divide one processor between them; an accelerator is a rank's own."""
+        return 1 if self.separate else self.local_ranks
+
+    def seconds(self, work: Work, dtype: str) -> float:
+        """See [Note: seconds of work]."""
+        compute = self.hardware.compute
+        flops = compute.flops.get(dtype) or max(compute.flops.values())
+        busy = work.flops / flops + work.moved_bytes / compute.bandwidth + work.fresh_bytes * compute.fault_seconds
+        return busy * self.cores_shared_by + work.operations * compute.op_seconds
+
+    def moved_seconds(self, nbytes: float) -> float:
+        """For a kernel that does nothing but read and write so many bytes."""
+        return nbytes / self.hardware.compute.bandwidth * self.cores_shared_by
+
+    @property
+    def wire(self) -> Wire:
+        between = self.hardware.between
+        return between if self.hosts > 1 and between is not None else self.hardware.inside
+
+    def collective_seconds(self, nbytes: int, transfers: int = 1) -> float:
+        """``transfers`` exchanges in which every rank gets ``nbytes`` from all the others together."""
+        if self.world_size == 1 or not nbytes:
+            return 0.0
+        return transfers * (self.wire.latency + nbytes * (1 - 1 / self.world_size) / self.wire.bandwidth)
+
+
+def rates_of(share: Share, disk: Disk | None) -> Rates:
+    """Seconds per byte for one rank, all ranks of a host moving bytes at once."""
+    link = share.hardware.link if share.separate else None
+    ranks = share.local_ranks
+    busy = 0.0 if share.separate else 1.0
+    if disk is None:
+        return Rates(link=1 / link.bandwidth if link is not None else None, network_busy=busy)
+    # Reads and writes at once get another rate than one after the other would; both are charged by that.
+    apart = 2 / (1 / disk.read + 1 / disk.write)
+    together = apart / disk.mixed
+    return Rates(
+        disk_read=ranks * together / disk.read,
+        disk_write=ranks * together / disk.write,
+        disk_busy=_DISK_BUSY * busy,
+        spill=1 / _SPILL_BANDWIDTH,
+        link=1 / link.bandwidth if link is not None else None,
+        network_busy=busy,
+    )
+
+
+def needs_of(model: ModelSpec, share: Share, stage: Stage, kinds: KindBytes) -> tuple[UnitNeeds, ...]:
+    """Every unit's bytes on one rank and the seconds it takes there."""
+    return tuple(_unit_needs(u, model, share, stage, kinds) for u in model.units)
+
+
+def _unit_needs(facts: UnitFacts, model: ModelSpec, share: Share, stage: Stage, kinds: KindBytes) -> UnitNeeds:
+    sizes = unit_from_facts(facts, stage, share.world_size, kinds)
+    updated = -(-facts.trained_numel // (share.world_size if stage.optimizer else 1))
+    moved = updated * (2 * kinds.parameters + kinds.gradients + 2 * kinds.optimizer)
+    gather = share.collective_seconds(sizes.whole) if stage.parameters else 0.0
+    reduce = share.collective_seconds(sizes.reduction, 1 if stage.gradients else 2)
+    publish = share.collective_seconds(sizes.whole) if stage.optimizer and not stage.parameters else 0.0
+    return UnitNeeds(
+        name=facts.name,
+        whole=sizes.whole,
+        parameters=sizes.parameters,
+        gradients=sizes.gradients,
+        optimizer=sizes.optimizer,
+        activations=sizes.activations,
+        inputs=sizes.inputs,
+        forward_seconds=share.seconds(facts.forward, model.dtype),
+        backward_seconds=share.seconds(facts.backward, model.dtype),
+        update_seconds=share.moved_seconds(moved),
+        forward_network_seconds=gather,
+        backward_network_seconds=gather + reduce,
+        update_network_seconds=publish,
+    )
+
+
+def outside_loads(model: ModelSpec, share: Share) -> tuple[Load, ...]:
+    """What a step computes outside of units."""
+    passes = (Phase.FORWARD, model.outside_forward), (Phase.BACKWARD, model.outside_backward)
+    return tuple(Load(phase, Resource.COMPUTE, share.seconds(work, model.dtype)) for phase, work in passes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """Memory that passes bytes through, of one rank."""
+
+    slots: int
+    """Bytes for whole units."""
+    buffers: int
+    """For the update by chunks, and for reductions."""
+    in_flight: int
+    """Whole gradients on their way."""
+    transient: int
+    """What kernels hold for a moment, and what is saved outside of units."""
+
+    @property
+    def total(self) -> int:
+        return self.slots + self.buffers + self.in_flight + self.transient
+
+
+def working_of(
+    units: Sequence[UnitBytes], model: ModelSpec, *, slots: int, chunk_bytes: int, kinds: KindBytes, world_size: int
+) -> Working:
+    """For ``slots`` whole units and chunks of ``chunk_bytes`` of parameters."""
+    largest = max((u.whole for u in units), default=0)
+    reduction = 2 * max((u.reduction for u in units), default=0) if world_size > 1 else 0
+    chunk = chunk_bytes * kinds.total // kinds.parameters
+    largest_update = max((u.optimizer + u.gradients for u in units), default=0)
+    buffers = min(largest_update + 2 * chunk, 8 * chunk) if slots else 0
+    local = max((u.local_gradients for u in units), default=0) * (2 if world_size > 1 else 1) if slots or world_size > 1 else 0
+    transient = max((u.transient for u in units), default=0) + model.outside_bytes
+    return Working(slots=slots * largest, buffers=buffers + reduction, in_flight=local, transient=transient)
