@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
-    from lowtide.api import clip_grad_norm_, clip_grad_value_, gathered, load_sharded_state_dict, shard, sharded_state_dict
+    from lowtide.api import (
+        clip_grad_norm_,
+        clip_grad_value_,
+        gathered,
+        load_sharded_state_dict,
+        plan,
+        shard,
+        sharded_state_dict,
+    )
     from lowtide.config import Activations, Comm, Partition, Precision, Update
     from lowtide.deferral import deferred
     from lowtide.errors import Error
@@ -22,6 +30,8 @@ _HOMES = {
         "clip_grad_value_",
         "gathered",
         "load_sharded_state_dict",
+        "plan",
+        "set_memory",
         "shard",
         "sharded_state_dict",
     ),
@@ -44,6 +54,8 @@ __all__ = [
     "deferred",
     "gathered",
     "load_sharded_state_dict",
+    "plan",
+    "set_memory",
     "shard",
     "sharded_state_dict",
 ]

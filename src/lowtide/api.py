@@ -18,8 +18,11 @@ from torch.optim import Optimizer
 
 from lowtide.comm.agree import agree
 from lowtide.comm.group import Group
-from lowtide.config import Activations, Comm, Config, Partition, Precision, UnitChoice, Update, build_config
+from lowtide.config import Activations, Comm, Config, Partition, Precision, UnitChoice, Update, build_config, parse_bytes
 from lowtide.errors import NO_WHOLE_COMPILE, ArgumentError, Mismatch, Refused
+from lowtide.planning import question
+from lowtide.planning.plan import Plan
+from lowtide.planning.request import Request
 from lowtide.runtime import gathered as _gathered
 from lowtide.runtime import hooks, norm
 from lowtide.runtime import module as sharded_module
@@ -27,7 +30,10 @@ from lowtide.runtime import optimizer as sharded_optimizer
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.evicted import owner_of
 from lowtide.runtime.module import ShardedModule
+from lowtide.runtime.probe import large_states
 from lowtide.runtime.unit import contiguous_stride, dense_stride, flat_view
+from lowtide.spec.hardware import Hardware
+from lowtide.spec.model import ModelSpec
 from lowtide.spec.units import UnitSpec, find_units
 from lowtide.spec.weights import refuse_lost_buffers
 from lowtide.torch_internals import is_compiled_whole
@@ -106,6 +112,61 @@ def shard(
     return model, optimizer
 
 
+def plan(
+    model: nn.Module | ModelSpec | str | float,
+    optimizer: Optimizer | str | None = None,
+    *,
+    batch: Any = None,
+    memory: int | float | str | None = None,
+    device_memory: int | float | str | None = None,
+    disk: Any = None,
+    world_size: int = 1,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
+    stage: int | str = "auto",
+    units: UnitChoice = None,
+    precision: str | Precision | None = None,
+    activations: str | Activations = "auto",
+    update: str | Update = "step",
+    objective: str = "time",
+    accumulate: int = 1,
+) -> Plan:
+    """What would live where, the peak of every tier and the seconds of a step. Nothing is run and nothing changes.
+
+    ``model``: a module, with ``batch`` as it is called (without one only bytes are planned); the name of a published
+    architecture, with ``batch`` a number or (batch, sequence); a number of parameters (``7.5e9``, ``"7.5B"``); a ModelSpec.
+    ``optimizer``: one, or its name; default: AdamW. ``hardware``: this machine, ``"h100-80g"``, a file. ``disk``: as in
+    ``shard``, or a size. :class:`~lowtide.errors.DoesNotFit` says what is short, and what would help.
+    """
+    machine = question.find_machine(hardware, disk)
+    own = question.dtype_of(model) if isinstance(model, nn.Module) else getattr(model, "dtype", "fp32")
+    word = question.precision_word(precision, own)
+    device_bytes = parse_bytes("device_memory", device_memory)
+    dtype = question.compute_dtype(word, machine.hardware)
+    if isinstance(model, nn.Module):
+        if isinstance(model, ShardedModule):
+            raise ArgumentError("this model is sharded already; make the plan before lowtide.shard.")
+        on = "cpu" if machine.hardware.compute.memory_bytes is None else "cuda"
+        spec = question.module_spec(model, batch, units=units, dtype=dtype, device=on)
+    else:
+        spec = model if isinstance(model, ModelSpec) else question.named_spec(model, batch, dtype)
+    request = question.make_request(
+        machine,
+        Request(
+            world_size=world_size,
+            stage=stage,
+            precision=word,
+            optimizer=_optimizer_word(optimizer),
+            memory_bytes=parse_bytes("memory", memory),
+            device_memory_bytes=device_bytes,
+            update=update.when if isinstance(update, Update) else update,
+            accumulate=accumulate,
+            objective=objective,
+        ),
+        activations,
+    )
+    return question.plan_or_ways_out(spec, question.with_device_memory(machine.hardware, device_bytes), request)
+
+
 def clip_grad_norm_(
     model: nn.Module | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
@@ -163,6 +224,21 @@ def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: 
     engine = next(iter(owners.values()))
     with _gathered.gathered(engine, [p for p in params if p in engine.unit_of], write=write):
         yield
+
+
+def set_memory(model: nn.Module, memory: int | float | str) -> None:
+    """From the next step on, the job may use ``memory`` bytes of each host. Call it between steps, on every rank.
+
+    What no longer fits moves to the disk at once, and comes back when the number grows; no bit changes. If the model cannot be
+    trained in so little, an error says how much it needs, and the number that was in force stays.
+    """
+    engine = engine_of(model)
+    nbytes = parse_bytes("memory", memory)
+    if nbytes is None:
+        raise ArgumentError("memory is None; give a number of bytes, such as '2GiB'.")
+    if engine.budget.limit is None:
+        raise Refused("this model was sharded without a memory number; give memory= to lowtide.shard first.")
+    engine.set_memory(nbytes)
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -267,6 +343,15 @@ def _facts(model: nn.Module, optimizer: Optimizer | None, specs: list[UnitSpec],
     return facts
 
 
+def _optimizer_word(optimizer: Optimizer | str | None) -> str:
+    """How the planner calls an optimizer: by the states that it keeps, which one small step shows."""
+    if optimizer is None or isinstance(optimizer, str):
+        return optimizer or "adamw"
+    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"optimizer is a {type(optimizer).__name__}; lowtide.plan takes a torch.optim.Optimizer or a name.")
+    return question.optimizer_word(max(len(large_states(optimizer, g, torch.float32)) for g in optimizer.param_groups))
+
+
 def _refuse_used_up(engine: Engine) -> None:
     if engine.backward_update is not None:
         raise Refused(
@@ -300,6 +385,7 @@ __all__ = [
     "engine_of",
     "gathered",
     "load_sharded_state_dict",
+    "plan",
     "shard",
     "sharded_state_dict",
 ]

@@ -31,7 +31,7 @@ class Activations:
         spill = None
         if store is not None:
             in_flight = _IN_FLIGHT if budget.limit is None else min(_IN_FLIGHT, budget.limit // 32)
-            spill = Spill(store, in_flight_bytes=in_flight, should_spill=lambda _: placer.should_spill())
+            spill = Spill(store, in_flight_bytes=in_flight, should_spill=lambda _: placer.guard.should_spill())
         self.saved = SavedViews(residency, needed, spill=spill, stays=self._stays_in_memory)
         self._recompute: Recompute | None = None
         self._unit_of: dict[nn.Module, Unit] = {}
@@ -44,7 +44,9 @@ class Activations:
 
     def install(self, model: nn.Module, units: Sequence[Unit], pinning: Pinning) -> None:
         """Make the units' modules able to recompute."""
-        self._recompute = Recompute(pinning, self.saved, lambda module: self._placer.should_recompute(self._unit_of[module]))
+        self._recompute = Recompute(
+            pinning, self.saved, lambda module: self._placer.guard.should_recompute(self._unit_of[module])
+        )
         for module, needed in modules_to_wrap(model, units).items():
             self._unit_of[module] = needed[0]
             self._recompute.install(module, needed)
@@ -52,10 +54,14 @@ class Activations:
     def enter_model(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
         """The model's forward begins."""
         if self.handled:
-            self._placer.note_activations(self.saved)
-            self._placer.enter_model(sum(t.numel() for t in inputs))
+            self._placer.guard.enter_model(sum(t.numel() for t in inputs))
             residents = [*model.buffers(), *(p for p in model.parameters() if type(p) is nn.Parameter)]
             self._residents = {t.untyped_storage().data_ptr() for t in residents}
+
+    def backward_ended(self) -> None:
+        """What the forward passes before it had saved is gone."""
+        if self.handled:
+            self._placer.guard.note(self.saved)
 
     def enter(self, units: Sequence[Unit]) -> None:
         """A module that needs ``units`` begins."""
@@ -65,7 +71,7 @@ class Activations:
     def leave(self) -> None:
         """That module is done."""
         self.saved.leave()
-        self._placer.outside_units()
+        self._placer.guard.outside_units()
         self._budget.look()
 
     def _stays_in_memory(self, address: int) -> bool:

@@ -27,7 +27,7 @@ from lowtide.runtime.grad_store import ShelvedGrads
 from lowtide.runtime.grads import Grads
 from lowtide.runtime.initial import InitialValues
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.placer import Placer
+from lowtide.runtime.placer import Placer, Shelves
 from lowtide.runtime.recompute import Pinning
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.scale import LossScale
@@ -75,8 +75,8 @@ class Assembly:
         self.ledger, self.trace = Ledger(), Trace()
         self.memory = Memory.on(device, config.device_memory_bytes, offloads=bool(config.disk))
         self.homes, self.arena, self.buffers_arena = self.memory.homes, self.memory.slots, self.memory.buffers
-        self._local_ranks = self._ranks_on_this_host()
-        self.store: Store | None = _open_disk(_share_of_disk(config, self._local_ranks), group.rank)
+        self.local_ranks = self._ranks_on_this_host()
+        self.store: Store | None = _open_disk(_share_of_disk(config, self.local_ranks), group.rank)
         if self.store is not None:
             weakref.finalize(self, self.store.close)
         self.residency = Residency(
@@ -131,10 +131,18 @@ class Assembly:
         """Autograd unpacks a view of ``unit``'s parameters."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Somebody looks at parameters or states, or moves them: do what was put off."""
+        raise NotImplementedError
+
+    @property
+    def shelves(self) -> Shelves:
+        return Shelves(residency=self.residency, grads=self.grads, update=self.update, settle=self.settle)
+
     def take_over(self, optimizer: Optimizer | None, verbs: Verbs) -> None:
         """Take room for everything, take over the parameters, and make rank 0's values everybody's."""
         stage = self.config.stage
-        self.placer.begin(optimizer, (self.group.shard.size, self.group.size))
+        self.placer.begin(optimizer, ranks=self.group.size, local_ranks=self.local_ranks)
         if self.updates_by_chunks:
             for unit in self.units:
                 self._add_stream(unit)
@@ -161,7 +169,7 @@ class Assembly:
         limit = self.config.memory_bytes
         if limit is None and self.config.disk:
             limit = default_budget()
-        return None if limit is None else limit // self._local_ranks
+        return None if limit is None else limit // self.local_ranks
 
     def _ranks_on_this_host(self) -> int:
         here = this_host()
@@ -201,7 +209,7 @@ class Assembly:
     def usage(self) -> Usage:
         """What this rank uses of each tier."""
         traffic = self.store.traffic if self.store is not None else Traffic()
-        limits = [f.limit for f in self.config.disk]
+        limits, forecast = [f.limit for f in self.config.disk], self.placer.forecast
         return Usage(
             budget_bytes=self.budget.limit,
             host_bytes=self.budget.read(),
@@ -210,6 +218,9 @@ class Assembly:
             disk_read_bytes=traffic.read_bytes,
             disk_written_bytes=traffic.written_bytes,
             disk_wait_seconds=traffic.wait_seconds,
+            step_seconds=self.placer.step_seconds,
+            predicted_seconds=forecast.seconds if forecast is not None else None,
+            predicted_peak_bytes=forecast.peak_bytes if forecast is not None else None,
             activations=self.placer.describe_activations(),
             update=self.config.update.when,
         )

@@ -19,7 +19,8 @@ from lowtide.comm.group import Group
 from lowtide.config import Config
 from lowtide.runtime.assembly import Assembly
 from lowtide.runtime.backward_update import BackwardUpdate
-from lowtide.runtime.outputs import map_tensors, tensors_in
+from lowtide.runtime.inputs import prepare_inputs
+from lowtide.runtime.outputs import tensors_in
 from lowtide.runtime.prefetch import Successors
 from lowtide.runtime.unit import Unit
 from lowtide.spec.units import UnitSpec
@@ -64,7 +65,7 @@ class Engine(Assembly):
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def enter_model(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter_model(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """The model's forward begins."""
         self.check()
         if backward_under_way() is None and self._depth == 0:
@@ -75,20 +76,8 @@ class Engine(Assembly):
                 self.residency.refuse_replaced(unit)
             self.activations.enter_model(self.model, tensors_in((args, kwargs)))
         self._depth += 1
-        return self._prepare_inputs(args), self._prepare_inputs(kwargs)
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """Floating-point inputs in the dtype the model computes with; gradients that leave through them unscaled."""
-        dtype = self.config.precision.compute
-        if dtype is None and not self.scale.used:
-            return inputs
-
-        def prepare(tensor: Tensor) -> Tensor:
-            if self._depth == 1:
-                tensor = self.scale.on_input(tensor)
-            return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-        return map_tensors(inputs, prepare)
+        prepared = (prepare_inputs(x, self.config.precision, self.scale, outermost=self._depth == 1) for x in (args, kwargs))
+        return tuple(prepared)
 
     def leave_model(self, output: Any) -> Any:
         """The model's forward is over, with a result or an exception."""
@@ -127,14 +116,18 @@ class Engine(Assembly):
                 self._settle(unit)
                 self.residency.pin(unit)
                 pinned.append(unit)
+            self._look_ahead(units)
         except BaseException:
             self._depth -= 1
             self.activations.leave()
             for unit in pinned:
                 self.residency.unpin(unit)
             raise
-        in_backward = backward_under_way() is not None
-        order = self._backward_order if in_backward else self._forward_order
+        self.placer.clock.enter(units if torch.is_grad_enabled() else ())
+
+    def _look_ahead(self, units: Sequence[Unit]) -> None:
+        """Start bringing the units that are expected after ``units``."""
+        order = self._forward_order if backward_under_way() is None else self._backward_order
         for unit in units:
             if order.observe(unit):
                 for following in order.after(unit, self.config.comm.prefetch):
@@ -143,6 +136,7 @@ class Engine(Assembly):
 
     def after_forward(self, units: Sequence[Unit]) -> None:
         """That module is done."""
+        self.placer.clock.leave()
         self._depth -= 1
         self.activations.leave()
         for unit in units:
@@ -164,6 +158,7 @@ class Engine(Assembly):
             this = _Pass()
             self._backward = weakref.ref(this)
             self._backward_order.restart()
+            self.placer.clock.backward_begins()
             at_end_of_backward(functools.partial(self._end_backward, this))
         return True
 
@@ -217,6 +212,8 @@ class Engine(Assembly):
             raise
         self._release_demanded()
         self.residency.forget()
+        self.activations.backward_ended()
+        self.placer.clock.backward_ends()
         self.trace("end of backward", "")
 
     def _or_poison(self, run: Callable[[], None]) -> None:
@@ -277,7 +274,14 @@ class Engine(Assembly):
 
     def _after_step(self) -> None:
         self.trace("update", "")
-        self.placer.after_step(self.activations.saved, self.residency, self.grads, self.update, self.settle)
+        self.placer.after_step(self.activations.saved, self.shelves)
+
+    def set_memory(self, limit: int) -> None:
+        """From the next step on the ranks of this host may use ``limit`` bytes of its memory together."""
+        self.check()
+        self.placer.set_memory(limit // self.local_ranks)
+        if self._depth == 0 and backward_under_way() is None and self.residency.pinned() is None:
+            self.placer.apply_now(self.shelves)
 
     def _end_step_in_backward(self, backward_update: BackwardUpdate) -> bool:
         taken, bad_unit = backward_update.end_step()
@@ -358,7 +362,6 @@ class Engine(Assembly):
         self.group.watch.raise_if_failed("the next call")
 
     def settle(self) -> None:
-        """Somebody looks at parameters or states: do what was put off."""
         self.check()
         for unit in self.units:
             self._settle(unit)

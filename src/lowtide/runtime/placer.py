@@ -1,36 +1,73 @@
-"""Carries out a placement, and makes a better one from what a step has shown. Bytes move at step boundaries only.
+"""Carries out a placement, and makes a better one when a step has shown more or the world has changed.
 
-The first step runs with as little in memory as possible, because what its activations take is not known. Afterwards the
-measured peak says how much of the budget is left for units, gradients and states to stay in memory.
+The first step runs with as little in memory as possible, because what its activations take is not known. After it, and after
+the next few, the measured peak says how much of the budget is left, and the programme places the rest. From then on the
+placement stays until it does not hold any more: a peak above the budget, another number (``lowtide.set_memory``), a machine
+that leaves less memory, a disk that has become slower or faster. Bytes move at step boundaries only, and never change a bit.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch.optim import Optimizer
 
 from lowtide.config import Config
-from lowtide.errors import OverBudget
-from lowtide.planning.placement import Needs, Placement, Tier, UnitNeeds, UnitPlacement, after_measuring, at_start
+from lowtide.planning.options import Tier
+from lowtide.planning.placement import (
+    Forecast,
+    Needs,
+    Placement,
+    UnitPlacement,
+    after_measuring,
+    arenas,
+    at_start,
+    refuse_infeasible,
+    slack_of,
+)
 from lowtide.runtime.budget import Budget
+from lowtide.runtime.clock import StepClock
+from lowtide.runtime.conditions import DiskSpeed, memory_allowed
 from lowtide.runtime.exchange import Exchange
 from lowtide.runtime.grads import Grads
-from lowtide.runtime.probe import large_states
+from lowtide.runtime.guard import ActivationGuard
+from lowtide.runtime.needs import bytes_of_their_own, needs_at_start, with_measurements, with_rates
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.update import Update
-from lowtide.spec.limits import Mappings
 from lowtide.tiers.device import Memory
 from lowtide.tiers.store import Store
 
 _log = logging.getLogger("lowtide")
 
-_LEARNING_STEPS = 3  # after so many steps a placement is only changed if it does not hold
+_LEARNING_STEPS = 3
+_POLICIES = ("keep", "recompute", "disk", "host")
+_MICRO = 1_000_000
+_NOISE = 0.02  # of the limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelves:
+    """Those who have bytes that can move."""
+
+    residency: Residency
+    grads: Grads
+    update: Update
+    settle: Callable[[], None]
+    """Does what was put off: it needs bytes where they are."""
+
+    def move(self, unit: Unit, kind: str, store: Store | None) -> None:
+        """Bring one kind of bytes of ``unit`` into ``store``, or into memory (None)."""
+        if kind == "parameters":
+            self.residency.move_home(unit, store)
+        elif kind == "gradients" and unit in self.grads.shelves:
+            self.grads.shelves[unit].move(store)
+        elif kind == "optimizer" and unit in self.update.streams:
+            self.update.streams[unit].move(store)
 
 
 class Placer:
@@ -41,58 +78,50 @@ class Placer:
     ) -> None:
         self._units, self._config, self._budget = units, config, budget
         self._store, self._memory, self._exchange = store, memory, exchange
-        self._alone = True
         named = [config.activations.of(u.name) for u in units]
         # Without a device of its own, the host is where activations are anyway.
         self._policies = named if memory.device.separate else ["keep" if p == "host" else p for p in named]
         self._needs: Needs | None = None
-        self._activations = [0] * len(units)
-        self._steps = 0
-        self._first_inputs = 0  # elements that went into the model in the first step
-        self._growth = 1.0  # of the inputs of this pass over those
-        self._spilling = False
-        tier = Tier.HOST
-        keep = ["keep" if p == "auto" else p for p in self._policies]
-        self.placement = Placement(tuple(_unit_placement(tier, p) for p in keep), None, None)
+        self._base = 0  # what the process uses beside the model
+        self._to_learn = _LEARNING_STEPS  # steps after which the placement is made anew without another reason
+        self._local_ranks = 1
+        self._asked = budget.limit  # what the caller allows; the machine may leave less
+        self._changed: str | None = None  # why the placement has to be made anew, if it has
+        self._speed: DiskSpeed | None = None
+        self.clock = StepClock()
+        self.forecast: Forecast | None = None
+        """What the placement in force should take; None before the first step."""
+        self.step_seconds: float | None = None
+        """Measured, of the last step."""
+        keep = ("keep" if p == "auto" else p for p in self._policies)
+        self.placement = Placement(tuple(UnitPlacement(Tier.HOST, Tier.HOST, Tier.HOST, p) for p in keep), None, None)
+        self.guard = ActivationGuard(
+            units,
+            self._policies,
+            lambda unit: self.placement.units[unit.index].activations,
+            budget=budget,
+            may_spill=store is not None,
+        )
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
-    def begin(self, optimizer: Optimizer | None, group_sizes: tuple[int, int]) -> None:
-        """Decide what lives where; raises if nothing fits. ``group_sizes``: (ranks that share the model, ranks in all)."""
+    def begin(self, optimizer: Optimizer | None, *, ranks: int, local_ranks: int) -> None:
+        """Decide what lives where; raises if nothing fits."""
         if self._budget.limit is None:
             return
-        self._alone = group_sizes[1] == 1
-        states = _state_bytes(self._units, optimizer)
-        rank_units: list[UnitNeeds] = []
-        for unit, optimizer_bytes in zip(self._units, states, strict=True):
-            shard = unit.updates[1] - unit.updates[0]
-            home = shard if self._config.stage.parameters else unit.layout.nbytes
-            trained = any(p.requires_grad for p in unit.params)
-            width = max((d.gradient.itemsize / d.param.itemsize for d in unit.dtypes), default=1.0)
-            gradients = int((shard if self._config.stage.gradients else unit.layout.nbytes) * width) if trained else 0
-            whole = unit.layout.nbytes if self._config.stage.parameters else 0
-            rank_units.append(UnitNeeds(unit.name, whole, home, gradients, optimizer_bytes))
-        kinds = 2 + max((s / max(u.parameters, 1) for s, u in zip(states, rank_units, strict=True)), default=0)
-        self._needs = Needs(
-            units=tuple(rank_units),
-            budget=-self._largest([-self._budget.limit])[0],
-            chunk_bytes=int(self._config.update.chunk_bytes * kinds),
-            in_flight_units=1 if group_sizes[1] == 1 else 3,
-            has_disk=self._store is not None,
-            in_backward=self._config.update.in_backward,
-            movable=self._movable(),
-        )
-        self._budget.margin = self._needs.slack
-        base = max(0, self._budget.settle() - _bytes_of_their_own(self._units))
-        base = self._largest([base])[0]
-        self._use(at_start(self._needs, base, self._policies))
+        self._local_ranks = local_ranks
+        self.guard.alone = ranks == 1
+        budget = -self._largest([-self._budget.limit])[0]
+        self._speed = DiskSpeed(self._config.disk, self._store, ranks=local_ranks)
+        needs = needs_at_start(self._units, self._config, optimizer, budget=budget, ranks=ranks)
+        self._use_needs(with_rates(needs, self._speed.rates))
+        base = max(0, self._budget.settle() - bytes_of_their_own(self._units))
+        self._base = self._largest([base])[0]
+        self._use(at_start(needs, self._base, self._policies))
 
-    def _movable(self) -> frozenset[str]:
-        if self._store is None:
-            return frozenset()
-        stage, gradients = self._config.stage, not self._config.update.in_backward
-        kinds = {"optimizer": True, "parameters": stage.parameters, "gradients": stage.gradients and gradients}
-        return frozenset(kind for kind, can_move in kinds.items() if can_move)
+    def _use_needs(self, needs: Needs) -> None:
+        self._needs = self.guard.needs = needs
+        self._budget.margin = needs.slack
 
     def _use(self, placement: Placement) -> None:
         self.placement = placement
@@ -108,79 +137,115 @@ class Placer:
             return self._store  # no budget: a caller who gives a disk and no number gets everything there
         return self._store if getattr(self.placement.units[unit.index], kind) is Tier.DISK else None
 
-    # -- during a step ------------------------------------------------------------------------------------------------
-
-    def enter_model(self, elements: int) -> None:
-        """A forward pass begins with so many elements of input."""
-        if self._steps == 0:
-            self._first_inputs = max(self._first_inputs, elements)
-        self._growth = elements / max(self._first_inputs, 1)
-        self._budget.read()
-
-    def should_recompute(self, unit: Unit) -> bool:
-        """Asked when a unit's forward begins: whether its activations are to be computed again in backward."""
-        policy = self._policy_now(unit)
-        self._spilling = policy in ("disk", "host")
-        return policy == "recompute"
-
-    def should_spill(self) -> bool:
-        """Asked for every tensor that autograd saves in the unit asked for last."""
-        return self._spilling
-
-    def outside_units(self) -> None:
-        """No unit computes any more."""
-        self._spilling = False
-
-    def _policy_now(self, unit: Unit) -> str:
-        policy = self.placement.units[unit.index].activations
-        if self._policies[unit.index] != "auto" or self._needs is None:
-            return policy
-        left = self._budget.left()
-        if left is None or not self._alone or (self._steps and self._growth <= 1.0):
-            return policy  # the placement was made for this, and on several ranks it must be the same on all
-        expected = int((self._activations[unit.index] or max(self._activations)) * self._growth)
-        reserve = self._needs.largest + self._needs.slack // 2
-        if policy == "keep" and expected <= left - reserve - int(max(self._activations) * self._growth):
-            return "keep"
-        if expected <= left - reserve:
-            return "recompute"
-        if self._store is not None:
-            return "disk"
-        raise OverBudget("activations of the next unit", self._budget.read() + expected, self._budget.limit or 0, unit.name)
-
-    def note_activations(self, saved: SavedViews) -> None:
-        """A pass is over: remember what each unit's activations take."""
-        for unit in self._units:
-            self._activations[unit.index] = max(self._activations[unit.index], saved.saved_bytes.get(unit, 0))
-        saved.saved_bytes.clear()
-
     # -- between steps ------------------------------------------------------------------------------------------------
 
     @property
     def steady(self) -> bool:
-        """Whether bytes stay where they are from now on, unless the budget is overdrawn."""
-        return self._needs is None or self._steps >= _LEARNING_STEPS
+        """Whether bytes stay where they are from now on, unless something changes."""
+        return self._needs is None or not self._to_learn
 
-    def after_step(
-        self, saved: SavedViews, residency: Residency, grads: Grads, update: Update, settle: Callable[[], None]
-    ) -> None:
+    def set_memory(self, limit: int) -> None:
+        """From the next step on this rank may use ``limit`` bytes. Raises, and changes nothing, if the model cannot be trained
+        in that."""
+        if self._needs is not None:
+            refuse_infeasible(replace(self._needs, budget=limit), self._base)
+            self._changed = f"the caller allows {_mib(limit)} instead of {_mib(self._needs.budget)}"
+        self._asked = limit
+
+    def after_step(self, saved: SavedViews, shelves: Shelves) -> None:
         """Learn from the step, and move what should live elsewhere."""
-        self._steps += 1
+        forward, backward = self.clock.forward, self.clock.backward
+        self.step_seconds = self.clock.end_step()
         if self._needs is None:
             return
-        self.note_activations(saved)
+        self.guard.note(saved)
+        self.guard.learning = False
         self._budget.read()
-        peak, *self._activations = self._largest([self._budget.peak + self._unused_room(), *self._activations])
-        overdrawn = peak > self._needs.budget - self._needs.slack // 2
-        if self._steps <= _LEARNING_STEPS or overdrawn:
-            settle()  # what is put off needs bytes where they are
-            measured = zip(self._needs.units, self._activations, strict=True)
-            self._needs = replace(self._needs, units=tuple(replace(u, activations=a) for u, a in measured))
-            self._move_to(after_measuring(self._needs, peak, self.placement, self._policies), residency, grads, update)
+        peak = self._learn(self._needs, self._budget.peak + self._unused_room(), forward, backward)
+        why = self._why_anew(self._needs, peak)
+        if why is not None:
+            self._place_anew(self._needs, why, peak, shelves)
+        self._to_learn = max(0, self._to_learn - 1)
         self._budget.new_step()
 
+    def apply_now(self, shelves: Shelves) -> None:
+        """Between two steps: make the placement anew if the caller has set another number."""
+        if self._needs is None or self._changed is None or self.forecast is None:
+            return  # or after the first step, which shows what there is to place
+        why, self._changed = self._changed, None
+        peak = max(self.forecast.peak_bytes, self._budget.read())
+        self._place_anew(self._limited(self._needs, self._asked or self._needs.budget), why, peak, shelves)
+        self._budget.new_step()
+
+    def _learn(self, needs: Needs, peak: int, forward: Mapping[Unit, float], backward: float) -> int:
+        """Remember the largest of every measurement over all ranks, so that all decide alike. Returns the peak."""
+        seconds = [int(forward.get(u, 0.0) * _MICRO) for u in self._units]
+        peak, micro, *rest = self._largest([peak, int(backward * _MICRO), *self.guard.activations, *seconds])
+        self.guard.activations = rest[: len(self._units)]
+        measured = {u: s / _MICRO for u, s in zip(self._units, rest[len(self._units) :], strict=True) if s}
+        self._use_needs(with_measurements(needs, self._units, self.guard.activations, measured, micro / _MICRO))
+        return peak
+
+    def _why_anew(self, needs: Needs, peak: int) -> str | None:
+        """The reason to place anew, if there is one (empty while learning); the same on all ranks."""
+        speed = self._speed.look(self.step_seconds) if self._speed is not None else None
+        asked = self._asked or needs.budget
+        allowed = memory_allowed(asked, self._budget.read(), ranks=self._local_ranks)
+        less, other_speed = self._largest([asked - allowed, int(speed is not None)])
+        limit = asked - less if less > _NOISE * asked else asked
+        reason, self._changed = self._changed, None
+        if reason is None and abs(limit - needs.budget) > _NOISE * asked:
+            reason = f"the machine leaves {_mib(limit)}, the placement was made for {_mib(needs.budget)}"
+        if reason is not None:
+            self._limited(needs, limit)
+            return reason
+        if peak > needs.budget - needs.slack // 2:
+            return f"a step took {_mib(peak)} of {_mib(needs.budget)}"
+        if other_speed:
+            return speed or "the disk of another rank gives another speed than before"
+        return "" if self._to_learn else None
+
+    def _limited(self, needs: Needs, limit: int) -> Needs:
+        """Hold another limit from now on, but never less than what the process has without a model."""
+        limit = max(limit, self._base + slack_of(self._base))
+        needs = replace(needs, budget=limit)
+        self._use_needs(needs)
+        self._budget.limit = limit
+        slot_bytes, buffer_bytes = arenas(needs, self._base)
+        self._use(replace(self.placement, slot_bytes=slot_bytes, buffer_bytes=buffer_bytes))
+        self._memory.slots.trim()
+        self._memory.buffers.trim()
+        self._to_learn = _LEARNING_STEPS
+        return needs
+
+    def _place_anew(self, needs: Needs, why: str, peak: int, shelves: Shelves) -> None:
+        shelves.settle()
+        if self._speed is not None:
+            needs = with_rates(needs, self._speed.rates)
+            self._use_needs(needs)
+        placement, self.forecast = after_measuring(needs, peak, self.placement, self._policies)
+        placement = self._as_rank_0(placement)
+        changed = sum(old != new for old, new in zip(self.placement.units, placement.units, strict=True))
+        if why:
+            _log.info("%s: %d of %d units are placed anew", why, changed, len(self._units))
+        self._move_to(placement, shelves)
+
+    def _as_rank_0(self, placement: Placement) -> Placement:
+        """All ranks use one placement, also if a search that was stopped found different ones."""
+        tiers = list(Tier)
+        rows = [
+            (tiers.index(u.parameters), tiers.index(u.gradients), tiers.index(u.optimizer), _POLICIES.index(u.activations))
+            for u in placement.units
+        ]
+        first = self._exchange.notes("the placement", bytes(n for row in rows for n in row))[0]
+        units = tuple(
+            UnitPlacement(tiers[first[i]], tiers[first[i + 1]], tiers[first[i + 2]], _POLICIES[first[i + 3]])
+            for i in range(0, len(first), 4)
+        )
+        return replace(placement, units=units)
+
     def _largest(self, numbers: list[int]) -> list[int]:
-        """The largest of every number over all ranks, so that all decide alike."""
+        """The largest of every number over all ranks."""
         layout = f"<{len(numbers)}q"
         everybody = self._exchange.notes("memory", struct.pack(layout, *numbers))
         return [max(row) for row in zip(*(struct.unpack(layout, note) for note in everybody), strict=True)]
@@ -190,21 +255,24 @@ class Placer:
         arenas = (self._memory.slots, self._memory.buffers)
         return sum(max(0, a.capacity - a.reserved_bytes) for a in arenas if a.capacity is not None)
 
-    def _move_to(self, placement: Placement, residency: Residency, grads: Grads, update: Update) -> None:
-        before, self.placement = self.placement, placement
-        if self._store is None:
-            return
+    def _move_to(self, placement: Placement, shelves: Shelves) -> None:
+        """Move shelf by shelf, and note each move when it is done: an error leaves a table that is true."""
         # What leaves memory goes first, so that there is room for what comes.
-        for leaving in (Tier.DISK, Tier.HOST):
-            store = self._store if leaving is Tier.DISK else None
-            for unit, old, new in zip(self._units, before.units, placement.units, strict=True):
-                if old.parameters is not new.parameters is leaving and self._config.stage.parameters:
-                    residency.move_home(unit, store)
-                if old.gradients is not new.gradients is leaving and unit in grads.shelves:
-                    grads.shelves[unit].move(store)
-                if old.optimizer is not new.optimizer is leaving and unit in update.streams:
-                    update.streams[unit].move(store)
+        for target in (Tier.DISK, Tier.HOST):
+            store = self._store if target is Tier.DISK else None
+            for unit in self._units:
+                now, new = self.placement.units[unit.index], placement.units[unit.index]
+                for kind in ("parameters", "gradients", "optimizer"):
+                    if getattr(now, kind) is not getattr(new, kind) is target:
+                        shelves.move(unit, kind, store)
+                        self._note(unit, kind, target)
             self._memory.homes.trim()
+        self.placement = placement
+
+    def _note(self, unit: Unit, kind: str, tier: Tier) -> None:
+        units = list(self.placement.units)
+        units[unit.index] = replace(units[unit.index], **{kind: tier})
+        self.placement = replace(self.placement, units=tuple(units))
 
     def describe_activations(self) -> str:
         """``keep``, or ``keep 20, recompute 6``."""
@@ -213,37 +281,5 @@ class Placer:
         return names[0] if len(counts) == 1 else ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
-def _bytes_of_their_own(units: Sequence[Unit]) -> int:
-    """What the parameters still take, as they were built; nothing if they were deferred to files, or are on no device."""
-    mappings = Mappings()
-    params = [p for unit in units for p in unit.params if not p.is_meta]
-    return sum(p.nbytes for p in params if not mappings.is_file(p.data_ptr()))
-
-
-def _unit_placement(tier: Tier, activations: str) -> UnitPlacement:
-    return UnitPlacement(tier, tier, tier, activations)
-
-
-def _state_bytes(units: Sequence[Unit], optimizer: Optimizer | None) -> list[int]:
-    """Masters and optimizer states of every unit on this rank, in bytes."""
-    if optimizer is None:
-        return [0] * len(units)
-    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    known: dict[tuple[int, object], int] = {}
-    out: list[int] = []
-    for unit in units:
-        total = 0
-        for chunk in unit.chunks:
-            for part in chunk.parts:
-                param, dtypes = unit.params[part.index], unit.dtypes[part.index]
-                group = group_of.get(param)
-                if group is None or not dtypes.master.is_floating_point:
-                    continue
-                key = (id(group), dtypes.master)
-                if key not in known:
-                    states = large_states(optimizer, group, dtypes.master)
-                    known[key] = sum(dtypes.moments.itemsize if s.dtype is dtypes.master else s.dtype.itemsize for s in states)
-                master = dtypes.master.itemsize if dtypes.master is not dtypes.param else 0
-                total += part.numel * (known[key] + master)
-        out.append(total)
-    return out
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.0f} MiB"

@@ -104,7 +104,7 @@ class Residency:
         layout, rank = unit.layout, self._group.shard.rank
         stays_whole = resident or self._group.shard.size == 1
         covers = (0, layout.nbytes) if stays_whole else (layout.cuts[rank], layout.cuts[rank + 1])
-        cuts = unit.chunk_cuts if store is not None else (0, covers[1] - covers[0])
+        cuts = (0, covers[1] - covers[0]) if resident else unit.chunk_cuts  # what is resident never moves
         home = Shelf(Key(unit.name, "parameters"), cuts, memory=self._memory.homes, store=store)
         place = self._places[unit] = _Place(home, covers)
         place.permanent = resident
@@ -128,6 +128,8 @@ class Residency:
             if home is not None:
                 home.tensor[: hi - lo].copy_(slot.tensor[lo:hi])
             self._host_slots.give(slot, place.home.save(slot.tensor[lo:hi]) if home is None else [])
+        if home is not None:
+            place.home.mark_written()
         if place.permanent and home is not None:
             self._attach(unit, place, home)
         else:

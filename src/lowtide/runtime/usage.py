@@ -20,6 +20,11 @@ class Usage:
     disk_written_bytes: int
     disk_wait_seconds: float
     """How long compute stood still for the disk."""
+    step_seconds: float | None
+    """Measured, of the last step; ``None`` before the second one."""
+    predicted_seconds: float | None
+    """What the placement in force was expected to take; ``None`` without a memory number, and before the first step is over."""
+    predicted_peak_bytes: int | None
     activations: str
     """``keep``, ``recompute`` or ``disk`` if all units do the same, else how many do which: ``keep 20, recompute 6``."""
     update: str

@@ -99,6 +99,8 @@ class _Line:
         self._progress = threading.Condition(self.lock)
         self._max_workers = threads
         self._idle = 0
+        self._running = 0
+        self._busy_since = 0.0
         self._closed = False
         self._heap: list[tuple[int, int, Ticket]] = []
         self._chains: dict[Hashable, deque[Ticket]] = {}
@@ -212,12 +214,25 @@ class _Line:
                     work = ticket.work
                     if work is not None and priority == ticket.priority:
                         ticket.work = None  # started: from here on only the thread holds it
+                        self._begin()
                         return ticket, work
                     del ticket, work
                 if self._closed:
                     return None
                 self._idle += 1
                 self._ready.wait()
+
+    def _begin(self) -> None:
+        if not self._running:
+            self._busy_since = time.monotonic()
+        self._running += 1
+
+    def end(self) -> None:
+        """A thread has carried out what it took."""
+        with self.lock:
+            self._running -= 1
+            if not self._running:
+                self.traffic.busy_seconds += time.monotonic() - self._busy_since
 
     def finish(self, ticket: Ticket, failure: BaseException | None) -> None:
         """Let waiters and the next request of the same key go on, then run the callbacks."""
@@ -274,6 +289,7 @@ def _serve(line: _Line) -> None:
         except BaseException as error:  # whatever it is, it belongs to whoever waits
             failure = error
         del work  # before anybody learns that the request is done: it holds the caller's memory
+        line.end()
         if failure is not None:
             _forget_frames(ticket.label, failure)
         line.finish(ticket, failure)

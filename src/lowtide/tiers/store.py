@@ -77,6 +77,8 @@ class Traffic:
     read_bytes: int = 0
     written_bytes: int = 0
     wait_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    """In which at least one request was being carried out: bytes over this is the speed of the tier."""
 
 
 class Store(Protocol):

@@ -1,0 +1,67 @@
+"""How long the parts of a step take: each unit's forward, the backward pass, the whole step. Measured, never decided on here.
+
+A unit's seconds are those between the moment its parameters are there and the end of its module, so that waiting for the disk
+or for other ranks is not taken for compute. Where one module runs inside another, only the inner one's unit is charged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from lowtide.runtime.unit import Unit
+
+
+class StepClock:
+    """One writer: the engine."""
+
+    def __init__(self) -> None:
+        self.forward: dict[Unit, float] = {}
+        """Seconds of each unit's forward in this step so far, recomputation in backward aside."""
+        self.backward = 0.0
+        """Seconds of the backward passes of this step so far."""
+        self.passes = 0
+        """Backward passes in this step."""
+        self._computing: list[tuple[Unit | None, float]] = []
+        self._backward_since: float | None = None
+        self._step_since: float | None = None
+
+    def enter(self, units: Sequence[Unit]) -> None:
+        """A module that needs ``units`` begins to compute."""
+        self._charge()
+        self._computing.append((units[0] if units else None, time.perf_counter()))
+
+    def leave(self) -> None:
+        """That module is done."""
+        if not self._computing:
+            return
+        self._charge()
+        self._computing.pop()
+        if self._computing:
+            self._computing[-1] = (self._computing[-1][0], time.perf_counter())
+
+    def _charge(self) -> None:
+        """Count what passed since the last event for the module that was computing."""
+        if self._computing and self._backward_since is None:
+            unit, since = self._computing[-1]
+            if unit is not None:
+                self.forward[unit] = self.forward.get(unit, 0.0) + time.perf_counter() - since
+
+    def backward_begins(self) -> None:
+        self._backward_since = time.perf_counter()
+
+    def backward_ends(self) -> None:
+        if self._backward_since is not None:
+            self.backward += time.perf_counter() - self._backward_since
+            self.passes += 1
+        self._backward_since = None
+
+    def end_step(self) -> float | None:
+        """A step is over: its seconds since the step before was, if there was one. Begins anew."""
+        now = time.perf_counter()
+        seconds = now - self._step_since if self._step_since is not None else None
+        self._step_since = now
+        self.forward, self.backward, self.passes = {}, 0.0, 0
+        self._computing.clear()
+        self._backward_since = None
+        return seconds

@@ -1,0 +1,90 @@
+"""What becomes of the activations of the unit that begins now: what the placement says, unless that would not fit.
+
+A placement is made for the batches it has seen. A larger one, or memory that something else took, is noticed here, before the
+unit computes: its activations are computed again or moved to the disk instead of kept, or a typed error says what grew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lowtide.errors import OverBudget
+from lowtide.planning.placement import Needs
+from lowtide.runtime.budget import Budget
+from lowtide.runtime.saved import SavedViews
+from lowtide.runtime.unit import Unit
+
+
+class ActivationGuard:
+    """One answer per unit and pass. ``planned`` is the placement's policy for a unit, ``policies`` what the caller chose."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        policies: Sequence[str],
+        planned: Callable[[Unit], str],
+        *,
+        budget: Budget,
+        may_spill: bool,
+    ) -> None:
+        self._units, self._policies, self._planned = units, policies, planned
+        self._budget, self._may_spill = budget, may_spill
+        self.activations = [0] * len(units)
+        """The most that autograd saved for each unit between two backward passes."""
+        self.alone = True
+        self.learning = True
+        """Whether no step has shown yet what activations take."""
+        self.needs: Needs | None = None
+        self._elements = 0  # of this pass's inputs
+        self._known_elements = 0  # the most for which activations are known
+        self._spilling = False
+
+    def enter_model(self, elements: int) -> None:
+        """A forward pass begins with so many elements of input."""
+        self._elements = elements if torch.is_grad_enabled() else 0
+        self._budget.read()
+
+    def should_recompute(self, unit: Unit) -> bool:
+        """Asked when a unit's forward begins: whether its activations are to be computed again in backward."""
+        policy = self._policy_now(unit)
+        self._spilling = policy in ("disk", "host")
+        return policy == "recompute"
+
+    def should_spill(self) -> bool:
+        """Asked for every tensor that autograd saves in the unit asked for last."""
+        return self._spilling
+
+    def outside_units(self) -> None:
+        """No unit computes any more."""
+        self._spilling = False
+
+    def note(self, saved: SavedViews) -> None:
+        """A backward pass is over: remember what the forward passes before it saved for each unit."""
+        for unit in self._units:
+            self.activations[unit.index] = max(self.activations[unit.index], saved.saved_bytes.get(unit, 0))
+        saved.saved_bytes.clear()
+        self._known_elements = max(self._known_elements, self._elements)
+
+    def _policy_now(self, unit: Unit) -> str:
+        policy = self._planned(unit)
+        if self._policies[unit.index] != "auto" or self.needs is None or not self.alone:
+            return policy  # on several ranks it must be the same on all
+        left = self._budget.left()
+        if left is None:
+            return policy
+        growth = max(1.0, self._elements / self._known_elements) if self._known_elements else 1.0
+        if not self.learning and growth == 1.0:
+            # The placement was made for this; only what came on top of it can stand in its way.
+            tight = policy == "keep" and self.activations[unit.index] > left - self.needs.slack // 4
+            return "recompute" if tight else policy
+        expected = int((self.activations[unit.index] or max(self.activations)) * growth)
+        reserve = self.needs.largest + self.needs.slack // 2
+        if policy == "keep" and expected <= left - reserve - int(max(self.activations) * growth):
+            return "keep"
+        if expected <= left - reserve:
+            return "recompute"
+        if self._may_spill:
+            return "disk"
+        raise OverBudget("activations of the next unit", self._budget.read() + expected, self._budget.limit or 0, unit.name)

@@ -1,0 +1,125 @@
+"""What a sharded model needs on this rank, for the placement: bytes from its layout, seconds from the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch.optim import Optimizer
+
+from lowtide.config import Config
+from lowtide.planning.options import Kind, Phase, Rates, UnitNeeds, Way
+from lowtide.planning.placement import Needs
+from lowtide.runtime.probe import large_states
+from lowtide.runtime.unit import Unit
+from lowtide.spec.limits import Mappings
+
+_BACKWARD_OVER_FORWARD = 2.0
+"""Seconds of a backward over those of its forward, before one was measured."""
+_UPDATE_BANDWIDTH = 10e9
+"""Bytes per second that an elementwise optimizer reads and writes; a guess on the slow side."""
+
+
+def needs_at_start(units: Sequence[Unit], config: Config, optimizer: Optimizer | None, *, budget: int, ranks: int) -> Needs:
+    """Before the first step: bytes only."""
+    states = state_bytes(units, optimizer)
+    rows: list[UnitNeeds] = []
+    for unit, optimizer_bytes in zip(units, states, strict=True):
+        shard = unit.updates[1] - unit.updates[0]
+        trained = any(p.requires_grad for p in unit.params)
+        width = max((d.gradient.itemsize / d.param.itemsize for d in unit.dtypes), default=1.0)
+        gradients = int((shard if config.stage.gradients else unit.layout.nbytes) * width) if trained else 0
+        home = shard if config.stage.parameters else unit.layout.nbytes
+        moved = 2 * shard + gradients + 2 * optimizer_bytes if trained else 0
+        rows.append(
+            UnitNeeds(
+                name=unit.name,
+                whole=unit.layout.nbytes if config.stage.parameters else 0,
+                parameters=home,
+                gradients=gradients,
+                optimizer=optimizer_bytes,
+                update_seconds=moved / _UPDATE_BANDWIDTH,
+            )
+        )
+    kinds = 2 + max((s / max(u.parameters, 1) for s, u in zip(states, rows, strict=True)), default=0)
+    return Needs(
+        units=tuple(rows),
+        budget=budget,
+        chunk_bytes=int(min(config.update.chunk_bytes, max((u.parameters for u in rows), default=0)) * kinds),
+        in_flight_units=1 if ranks == 1 else 3,
+        has_disk=bool(config.disk),
+        in_backward=config.update.in_backward,
+        movable=_movable(config),
+        way=_way(config, ranks),
+    )
+
+
+def with_measurements(
+    needs: Needs, units: Sequence[Unit], activations: Sequence[int], forward: Mapping[Unit, float], backward: float
+) -> Needs:
+    """After a step: what autograd saved for each unit, its forward's seconds, and those of the whole backward pass."""
+    total = sum(forward.values())
+    ratio = backward / total if total and backward else _BACKWARD_OVER_FORWARD
+    rows: list[UnitNeeds] = []
+    for unit, row, saved in zip(units, needs.units, activations, strict=True):
+        seconds = forward.get(unit, row.forward_seconds)
+        rows.append(replace(row, activations=saved, forward_seconds=seconds, backward_seconds=ratio * seconds))
+    return replace(needs, units=tuple(rows))
+
+
+def with_rates(needs: Needs, rates: Rates) -> Needs:
+    return replace(needs, rates=rates)
+
+
+def _movable(config: Config) -> frozenset[Kind]:
+    if not config.disk:
+        return frozenset()
+    stage = config.stage
+    kinds = {
+        Kind.OPTIMIZER: True,
+        Kind.PARAMETERS: stage.parameters,
+        Kind.GRADIENTS: stage.gradients and not config.update.in_backward,
+    }
+    return frozenset(kind for kind, can_move in kinds.items() if can_move)
+
+
+def _way(config: Config, ranks: int) -> Way:
+    """When units are updated, see runtime/due.py and runtime/backward_update.py."""
+    alone = ranks == 1
+    if config.update.in_backward:
+        return Way(update_in=Phase.BACKWARD, slots_in_update=alone, chunk_bytes=config.update.chunk_bytes)
+    put_off = alone and bool(config.disk) and config.device_memory_bytes is None
+    phase = Phase.FORWARD if put_off else Phase.UPDATE
+    return Way(update_in=phase, slots_in_update=put_off, chunk_bytes=config.update.chunk_bytes)
+
+
+def bytes_of_their_own(units: Sequence[Unit]) -> int:
+    """What the parameters still take, as they were built; nothing if they were deferred to files, or are on no device."""
+    mappings = Mappings()
+    params = [p for unit in units for p in unit.params if not p.is_meta]
+    return sum(p.nbytes for p in params if not mappings.is_file(p.data_ptr()))
+
+
+def state_bytes(units: Sequence[Unit], optimizer: Optimizer | None) -> list[int]:
+    """Masters and optimizer states of every unit on this rank, in bytes."""
+    if optimizer is None:
+        return [0] * len(units)
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    known: dict[tuple[int, object], int] = {}
+    out: list[int] = []
+    for unit in units:
+        total = 0
+        for chunk in unit.chunks:
+            for part in chunk.parts:
+                param, dtypes = unit.params[part.index], unit.dtypes[part.index]
+                group = group_of.get(param)
+                if group is None or not dtypes.master.is_floating_point:
+                    continue
+                key = (id(group), dtypes.master)
+                if key not in known:
+                    states = large_states(optimizer, group, dtypes.master)
+                    known[key] = sum(dtypes.moments.itemsize if s.dtype is dtypes.master else s.dtype.itemsize for s in states)
+                master = dtypes.master.itemsize if dtypes.master is not dtypes.param else 0
+                total += part.numel * (known[key] + master)
+        out.append(total)
+    return out
