@@ -17,8 +17,10 @@ PARAMETERS = 8
 
 MANY_PARAMETERS = {
     "api.py:shard": "the public call: one keyword per choice a user may make",
+    "api.py:plan": "the public call, as shard: one keyword per choice a user may make",
     "config.py:build_config": "takes what shard takes, and is the only place that checks it",
     "cli/train.py:train": "the command line: one parameter per flag",
+    "cli/plan.py:plan": "the command line: one parameter per flag",
 }
 
 # From the bottom up. A module imports from its own layer and from the layers below it.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         gathered,
         load_sharded_state_dict,
         plan,
+        set_memory,
         shard,
         sharded_state_dict,
     )

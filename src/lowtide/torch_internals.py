@@ -13,7 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a trace with tensors that have no values raises when a model looks at one."""
+NO_RULE = UnsupportedOperatorException
+"""What it raises at an operator whose result's shape torch cannot tell."""
 
 IGNORE_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """A ``__torch_function__`` for subclasses that work at the level of ``__torch_dispatch__`` only."""

@@ -105,7 +105,7 @@ def test_activations_are_as_asked_and_every_step_is_recorded(
         assert [record[key] for record in records] == ours[key]
     assert 0 < records[2]["disk_read_bytes"] < 1.5 * records[1]["disk_read_bytes"]  # of that step, not of all so far
     assert all(record["disk_bytes"] > 0 for record in records)
-    assert "host memory or disk" in (tmp_path / "run" / "plan.txt").read_text()
+    assert "disk" in (tmp_path / "run" / "plan.txt").read_text()
     assert json.loads((tmp_path / "run" / "config.json").read_text())["disk"] == [str(spool)]
 
 
@@ -217,6 +217,9 @@ def _result(*, counted: int, budget: int | None) -> Result:
         update="backward",
         skipped=0,
         interrupted=False,
+        batch=2,
+        predicted_seconds=1.1,
+        predicted_peak_bytes=counted,
     )
 
 

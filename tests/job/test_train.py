@@ -30,8 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY_GPT = ["--model", "tests.job.specimens:tiny_gpt"]
 ONE_THREAD = ["--threads", "1"]
 KEYS = [
-    *("params", "stage", "ranks", "seconds", "losses", "peak_bytes", "peak_bytes_per_rank"),
+    *("params", "stage", "ranks", "seconds", "losses", "peak_bytes", "peak_bytes_per_rank", "counted_bytes"),
     *("budget_bytes", "disk_read_bytes", "disk_written_bytes", "disk_wait_seconds", "activations", "update"),
+    *("batch", "predicted_seconds", "predicted_peak_bytes"),
 ]
 
 

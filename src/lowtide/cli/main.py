@@ -12,6 +12,7 @@ import lowtide
 from lowtide.cli.demo import demo
 from lowtide.cli.doctor import doctor
 from lowtide.cli.output import say_wrong
+from lowtide.cli.plan import plan
 from lowtide.cli.train import train
 from lowtide.errors import ArgumentError, Error
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(demo)
 app.command()(doctor)
+app.command()(plan)
 
 
 def _print_version(*, wanted: bool) -> None:

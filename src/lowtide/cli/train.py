@@ -14,7 +14,7 @@ from lowtide.cli.output import say_failure
 from lowtide.errors import ArgumentError
 from lowtide.job.failure import FOLDER_VARIABLE, describe
 from lowtide.job.launch import start_ranks
-from lowtide.job.options import ACTIVATIONS, Options, check_run_folder, parse_stage_word
+from lowtide.job.options import ACTIVATIONS, Options, check_run_folder, parse_batch_word, parse_stage_word
 from lowtide.job.presets import PRESETS
 
 _DEFAULTS = Options()
@@ -34,7 +34,9 @@ def train(
         str | None, typer.Option(metavar="PATH", help="A text file or a folder. Default: Python's own standard library.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Training steps.")] = _DEFAULTS.steps,
-    batch: Annotated[int, typer.Option(help="Sequences per step and rank.")] = _DEFAULTS.batch,
+    batch: Annotated[
+        str, typer.Option(metavar="N|auto", help="Sequences per step and rank; auto: as many as train fastest and fit.")
+    ] = str(_DEFAULTS.batch),
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = _DEFAULTS.lr,
     stage: Annotated[
         str, typer.Option(help="What is sharded: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters, auto.")
@@ -74,7 +76,7 @@ def train(
     (torchrun --nproc-per-node 2 -m -- lowtide train ...).
     """
     chosen: dict[str, Any] = {"preset": preset, "model": model, "data": data, "synthetic": synthetic}
-    chosen |= {"steps": steps, "batch": batch, "lr": lr, "ranks": ranks, "threads": threads, "seed": seed}
+    chosen |= {"steps": steps, "batch": parse_batch_word(batch), "lr": lr, "ranks": ranks, "threads": threads, "seed": seed}
     chosen |= {"memory": memory, "disk": tuple(disk or ()), "activations": activations, "update": update}
     folder = run if run is not None else None if synthetic else new_run_folder(model or preset or _DEFAULTS.model_name)
     options = Options(**chosen, stage=parse_stage_word(stage), run=folder)

@@ -40,7 +40,7 @@ def run_side(name: str, options: Options, member: Member) -> Side:
     elif member.ranks > 1:
         forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(options.seed + member.rank)  # pyright: ignore[reportUnknownMemberType]
-    batches = SyntheticBatches(vocabulary=built.vocabulary, batch=options.batch, context=built.context)
+    batches = SyntheticBatches(vocabulary=built.vocabulary, batch=options.batch_size, context=built.context)
     meter = Meter(model) if name == "lowtide" else None
     if options.memory is None:  # a memory number holds from the start, so its peak counts from there
         reset_peak()

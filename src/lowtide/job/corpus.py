@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from lowtide.errors import ArgumentError
 from lowtide.job.sources import find_source
 from lowtide.job.tokenfile import HELD_OUT, MAGIC, PAGE, Header, make_in_process, read_header
 from lowtide.job.tokens import BYTE_TOKENS, pairs_available
+from lowtide.spec.probe_cache import user_cache_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,8 @@ def open_corpus(path: Path, *, least_tokens: int) -> Corpus:
 
 
 def default_cache_folder() -> Path:
-    """Where token files are kept, by the XDG rules."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base, "lowtide", "corpus")
+    """Where token files are kept."""
+    return user_cache_folder() / "corpus"
 
 
 def _choose_encoding(vocabulary: int, tell: Callable[[str], None]) -> str:

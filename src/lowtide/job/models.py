@@ -38,6 +38,8 @@ class Built:
     model: nn.Module
     vocabulary: int
     context: int
+    shifts_itself: bool
+    """Whether it takes ``input_ids`` and ``labels`` and shifts the labels, instead of tokens and targets."""
     loss: Callable[[Batch], Tensor]
 
 
@@ -54,6 +56,7 @@ def build_model(options: Options) -> Built:
         model=model,
         vocabulary=_whole_number(model, config, ("vocab_size",), TOKENS),
         context=min(CONTEXT, _whole_number(model, config, ("context", "max_position_embeddings", "n_positions"), CONTEXT)),
+        shifts_itself=_shifts_itself(model),
         loss=_loss_of(model),
     )
 
@@ -87,9 +90,13 @@ def _whole_number(model: nn.Module, config: object, names: tuple[str, ...], defa
     return default
 
 
-def _loss_of(model: nn.Module) -> Callable[[Batch], Tensor]:
+def _shifts_itself(model: nn.Module) -> bool:
     takes = inspect.signature(model.forward).parameters
-    shifts_itself = "input_ids" in takes and "labels" in takes
+    return "input_ids" in takes and "labels" in takes
+
+
+def _loss_of(model: nn.Module) -> Callable[[Batch], Tensor]:
+    shifts_itself = _shifts_itself(model)
 
     def loss(batch: Batch) -> Tensor:
         tokens, targets = batch

@@ -27,7 +27,8 @@ MAX_RANKS = 256
 class Options:
     """One training job. ``preset`` and ``model`` exclude each other; ``threads=None`` divides the cores between the ranks.
 
-    ``memory`` and ``disk`` are as a person writes them: ``4GiB``, and ``DIR`` or ``DIR:SIZE`` for each folder.
+    ``batch`` is a number, or ``auto``. ``memory`` and ``disk`` are as a person writes them: ``4GiB``, and ``DIR`` or
+    ``DIR:SIZE`` for each folder.
     """
 
     preset: str | None = None
@@ -35,7 +36,7 @@ class Options:
     data: str | None = None
     synthetic: bool = False
     steps: int = 200
-    batch: int = 2
+    batch: int | str = 2
     lr: float = 1e-3
     stage: int | str = "auto"
     ranks: int = 1
@@ -63,7 +64,10 @@ class Options:
 
     def _check_numbers(self) -> None:
         _at_least("--steps", self.steps, 1)
-        _at_least("--batch", self.batch, 1)
+        if isinstance(self.batch, str):
+            _one_of("--batch", self.batch, ("auto",))
+        else:
+            _at_least("--batch", self.batch, 1)
         _at_least("--ranks", self.ranks, 1)
         _at_least("--threads", self.threads, 1)
         _at_least("--seed", self.seed, 0)
@@ -112,6 +116,13 @@ class Options:
         return [folder.path for folder in parse_disk(list(self.disk))]
 
     @property
+    def batch_size(self) -> int:
+        """Sequences per step and rank; ``auto`` must have been replaced by what it came to."""
+        if isinstance(self.batch, str):
+            raise ArgumentError(f"--batch is {self.batch!r}, which has not been chosen yet.")
+        return self.batch
+
+    @property
     def memory_bytes(self) -> int | None:
         if self.memory is None:
             return None
@@ -132,6 +143,11 @@ class Options:
         fields: dict[str, Any] = json.loads(text)
         fields["disk"] = tuple(fields["disk"])  # JSON has lists only
         return cls(**fields)
+
+
+def parse_batch_word(word: str) -> int | str:
+    """``"4"`` → ``4``; any other word is left for :class:`Options` to check."""
+    return int(word) if word.lstrip("-").isdecimal() else word
 
 
 def parse_stage_word(word: str) -> int | str:

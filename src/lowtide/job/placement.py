@@ -1,52 +1,30 @@
-"""What a model's states need and which part of them a rank keeps: the ZeRO formulas for Adam with one dtype of 4 bytes."""
+"""Which part of a model's states a rank keeps, for the story's table; and bytes as a person reads them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.planning.formulas import from_precision, states_bytes_per_rank
 from lowtide.stages import Stage
-
-_BYTES = 4
-"""fp32, which the job trains in."""
-
-_MOMENTS = 2
-"""Adam's two averages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One kind of bytes: what the model has, and what one rank keeps between two uses of it."""
+    """One kind of bytes, and what one rank keeps of it between two uses."""
 
     kind: str
-    whole_bytes: int
     rank_bytes: int
-    where: str
 
 
-def place(*, parameters: int, trainable: int, stage: Stage, ranks: int) -> tuple[Kept, ...]:
-    """Where parameters, gradients and optimizer states will live."""
-
-    def kept(kind: str, size: int, *, sharded: bool) -> Kept:
-        cut = sharded and ranks > 1
-        where = f"1/{ranks} on each rank" if cut else "whole on each rank" if ranks > 1 else "on the one rank"
-        return Kept(kind, size, -(-size // ranks) if cut else size, where)
-
+def place(*, parameters: int, stage: Stage, ranks: int) -> tuple[Kept, ...]:
+    """What a rank keeps of parameters, gradients and optimizer states, for Adam in fp32."""
+    kinds = from_precision("fp32")
+    here = states_bytes_per_rank(parameters, stage, ranks, kinds)
     return (
-        kept("parameters", parameters * _BYTES, sharded=stage.parameters),
-        kept("gradients", trainable * _BYTES, sharded=stage.gradients),
-        kept("optimizer", trainable * _BYTES * _MOMENTS, sharded=stage.optimizer),
+        Kept("parameters", int(here.parameters)),
+        Kept("gradients", int(here.gradients)),
+        Kept("optimizer", int(here.optimizer)),
     )
-
-
-def place_text(kinds: tuple[Kept, ...], *, name: str, stage: Stage, ranks: int, tier: str) -> str:
-    """The placement as a small table for a file. ``tier``: where it may be kept, in words."""
-    lines = [f"{name}, stage {stage.number}, {ranks} rank{'s' if ranks > 1 else ''}", ""]
-    lines += [f"{'kind':<12}{'whole model':>16}{'each rank':>16}   where"]
-    lines += [f"{k.kind:<12}{mebibytes(k.whole_bytes):>16}{mebibytes(k.rank_bytes):>16}   {tier}, {k.where}" for k in kinds]
-    whole, rank = sum(k.whole_bytes for k in kinds), sum(k.rank_bytes for k in kinds)
-    lines += [f"{'together':<12}{mebibytes(whole):>16}{mebibytes(rank):>16}", ""]
-    lines += ["On top of this, on each rank: the units in use (whole), activations, Python and torch."]
-    return "\n".join(lines) + "\n"
 
 
 def mebibytes(size: int) -> str:

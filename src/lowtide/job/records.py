@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.job.options import Options
+from lowtide.planning.plan import Plan
 
 SUMMARY = (
     "params",
@@ -17,12 +18,16 @@ SUMMARY = (
     "losses",
     "peak_bytes",
     "peak_bytes_per_rank",
+    "counted_bytes",
     "budget_bytes",
     "disk_read_bytes",
     "disk_written_bytes",
     "disk_wait_seconds",
     "activations",
     "update",
+    "batch",
+    "predicted_seconds",
+    "predicted_peak_bytes",
 )
 """The fields of a result that ``--json`` prints."""
 
@@ -84,6 +89,12 @@ class Result:
     update: str
     skipped: int
     interrupted: bool
+    batch: int
+    """Sequences per step and rank."""
+    predicted_seconds: float | None
+    """Of a step, by the plan that was made before the first; ``None`` if there was no plan."""
+    predicted_peak_bytes: int | None
+    """Of the whole job on this host; to be held against ``counted_bytes``."""
 
     def summary(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -91,7 +102,7 @@ class Result:
 
 
 class RunFolder:
-    """The files of one run: ``config.json``, ``plan.txt``, ``metrics.jsonl``. Written by rank 0 alone."""
+    """The files of one run: ``config.json``, ``plan.txt``, ``plan.json``, ``metrics.jsonl``. Written by rank 0 alone."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -102,8 +113,10 @@ class RunFolder:
         text = json.dumps({**json.loads(options.to_json()), **facts}, indent=2) + "\n"
         (self.path / "config.json").write_text(text)
 
-    def write_plan(self, text: str) -> None:
+    def write_plan(self, text: str, plan: Plan | None) -> None:
         (self.path / "plan.txt").write_text(text)
+        if plan is not None:
+            (self.path / "plan.json").write_text(plan.to_json() + "\n")
 
     def add(self, record: StepRecord | ValidationRecord) -> None:
         """Append one line; it is in the file when this returns, so a run that dies keeps its metrics."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from lowtide.job.options import Options
 from lowtide.job.placement import mebibytes
 from lowtide.job.records import Result
+from lowtide.planning.plan import Plan
 
 
 def show_result(result: Result, options: Options, console: Console, *, output: str) -> None:
@@ -30,7 +31,7 @@ def summary_lines(result: Result, options: Options) -> list[str]:
     ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}"
     lines = [f"{ended} {steps} steps of {options.model_name} ({result.params:,} parameters), stage {result.stage}, {ranks}"]
     lines += [f"loss       {result.losses[0]:.4f} -> {result.losses[-1]:.4f}{_validation(result)}"]
-    lines += [f"step       {typical_seconds(result.seconds):.3f} s (median)"]
+    lines += [f"step       {typical_seconds(result.seconds):.3f} s (median){_against_plan(result)}"]
     each = ", ".join(mebibytes(peak) for peak in result.peak_bytes_per_rank)
     lines += [
         f"peak       {mebibytes(result.peak_bytes)}"
@@ -40,8 +41,27 @@ def summary_lines(result: Result, options: Options) -> list[str]:
     if result.skipped:
         lines += [f"skipped    {result.skipped} steps, whose gradients were not finite"]
     if options.run is not None:
-        lines += [f"files      {options.run}/ (config.json, plan.txt, metrics.jsonl)"]
+        lines += [f"files      {options.run}/ (config.json, plan.txt, plan.json, metrics.jsonl)"]
     return lines
+
+
+def outlook(plan: Plan) -> str:
+    """What a plan promises, in one line before the first step."""
+    peak = f"{mebibytes(plan.predicted_peak_bytes)} of host memory"
+    how = "all of it in memory" if plan.placement == "plain" else "the rest on disk"
+    return f"plan: {plan.predicted_seconds:.2f} s a step, limited by {plan.limited_by}; {peak}, {how}"
+
+
+def _against_plan(result: Result) -> str:
+    """How wrong the plan was."""
+    if not result.predicted_seconds or result.predicted_peak_bytes is None:
+        return ""
+    off = result.predicted_seconds / typical_seconds(result.seconds) - 1
+    peak_off = result.predicted_peak_bytes / max(result.counted_bytes, 1) - 1
+    return (
+        f"; the plan said {result.predicted_seconds:.3f} s ({off:+.0%}) "
+        f"and a peak of {mebibytes(result.predicted_peak_bytes)} ({peak_off:+.0%})"
+    )
 
 
 def _tier_lines(result: Result) -> list[str]:

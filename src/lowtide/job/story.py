@@ -85,8 +85,8 @@ def _chapter(console: Console, number: int, title: str) -> None:
 
 def _show_needs(console: Console) -> None:
     count = PRESETS[PRESET].parameters
-    whole = place(parameters=count, trainable=count, stage=STAGES[0], ranks=RANKS)
-    sharded = place(parameters=count, trainable=count, stage=STAGES[3], ranks=RANKS)
+    whole = place(parameters=count, stage=STAGES[0], ranks=RANKS)
+    sharded = place(parameters=count, stage=STAGES[3], ranks=RANKS)
     console.print(f"  {PRESET}: {count:,} parameters, fp32, AdamW. Bytes on each rank:", highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("kind of bytes", "plain PyTorch, DDP", f"lowtide, {RANKS} ranks"):

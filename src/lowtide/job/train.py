@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowtide.api import engine_of
+from lowtide.config import parse_stage
 from lowtide.job.batches import Batches, SyntheticBatches, TextBatches
 from lowtide.job.corpus import default_cache_folder, open_corpus, prepare_corpus
 from lowtide.job.interrupt import stop_on_signals
@@ -18,12 +19,12 @@ from lowtide.job.loop import History, Loop, Recipe
 from lowtide.job.memory import counted_peak, job_peak, measure_rank, rank_memory_from_json, reset_peak
 from lowtide.job.models import Built, build_model
 from lowtide.job.options import Options, cores
-from lowtide.job.placement import place, place_text
+from lowtide.job.planned import Planned, choose_batch, plan_job
 from lowtide.job.progress import Reporter
 from lowtide.job.ranks import Member, gather_json, wait_for_all
 from lowtide.job.records import Result, RunFolder
+from lowtide.job.show import outlook
 from lowtide.job.tiers import Meter, limits_of, shard_as_asked
-from lowtide.stages import Stage
 
 
 def train(options: Options, member: Member, reporter: Reporter) -> Result:
@@ -32,12 +33,17 @@ def train(options: Options, member: Member, reporter: Reporter) -> Result:
     torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
     built = build_model(options)
     params = sum(parameter.numel() for parameter in built.model.parameters())
+    stage = parse_stage(options.stage, member.ranks)
+    options = replace(options, batch=choose_batch(options, built, stage, member))
     batches, data_facts = _open_batches(options, built, member, reporter)
+    planned = plan_job(options, built, stage, member) if member.rank == 0 else Planned(plan=None, text="")
     optimizer = torch.optim.AdamW(built.model.parameters(), lr=options.lr, fused=True)
     shard_as_asked(built.model, optimizer, options)
     stage = engine_of(built.model).config.stage
     facts: dict[str, Any] = {"params": params, "stage": stage.number, "ranks": member.ranks, **data_facts}
-    with _run_folder(options, member, facts, _plan_text(options, built, stage, member)) as folder:
+    if planned.plan is not None:
+        reporter.tell(outlook(planned.plan))
+    with _run_folder(options, member, facts, planned) as folder:
         meter = Meter(built.model)
         torch.manual_seed(options.seed + member.rank)  # pyright: ignore[reportUnknownMemberType]
         with stop_on_signals(reporter.tell) as stop:
@@ -61,12 +67,12 @@ def train(options: Options, member: Member, reporter: Reporter) -> Result:
                 history = loop.run()
             finally:
                 reporter.close()
-        return _result(history, built, meter, options, member)
+        return _result(history, built, meter, options, member, planned)
 
 
 def _open_batches(options: Options, built: Built, member: Member, reporter: Reporter) -> tuple[Batches, dict[str, Any]]:
     if options.synthetic:
-        return SyntheticBatches(vocabulary=built.vocabulary, batch=options.batch, context=built.context), {
+        return SyntheticBatches(vocabulary=built.vocabulary, batch=options.batch_size, context=built.context), {
             "context": built.context
         }
 
@@ -79,27 +85,15 @@ def _open_batches(options: Options, built: Built, member: Member, reporter: Repo
     path = path or prepare()
     corpus = open_corpus(path, least_tokens=built.context + 1)
     batches = TextBatches.seeded(
-        corpus, batch=options.batch, context=built.context, rank=member.rank, ranks=member.ranks, seed=options.seed
+        corpus, batch=options.batch_size, context=built.context, rank=member.rank, ranks=member.ranks, seed=options.seed
     )
     return batches, {"context": built.context, "tokens_file": str(path), **asdict(corpus.header)}
 
 
-def _plan_text(options: Options, built: Built, stage: Stage, member: Member) -> str:
-    parameters = sum(parameter.numel() for parameter in built.model.parameters())
-    trainable = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
-    kinds = place(parameters=parameters, trainable=trainable, stage=stage, ranks=member.ranks)
-    text = place_text(kinds, name=options.model_name, stage=stage, ranks=member.ranks, tier=_tiers(options))
-    limits = [f"memory {options.memory}"] if options.memory is not None else []
-    limits += [f"disk {folder}" for folder in options.disk]
-    return text + (f"Limits of this host: {', '.join(limits)}.\n" if limits else "")
-
-
-def _tiers(options: Options) -> str:
-    return "host memory or disk" if options.disk else "host memory"
-
-
 @contextmanager
-def _run_folder(options: Options, member: Member, facts: dict[str, Any], plan: str) -> Generator[RunFolder | None, None, None]:
+def _run_folder(
+    options: Options, member: Member, facts: dict[str, Any], planned: Planned
+) -> Generator[RunFolder | None, None, None]:
     """The run's folder on rank 0; nothing on the others, or if the job keeps none."""
     if options.run is None or member.rank != 0:
         yield None
@@ -107,13 +101,13 @@ def _run_folder(options: Options, member: Member, facts: dict[str, Any], plan: s
     folder = RunFolder(Path(options.run))
     try:
         folder.write_config(options, facts)
-        folder.write_plan(plan)
+        folder.write_plan(planned.text, planned.plan)
         yield folder
     finally:
         folder.close()
 
 
-def _result(history: History, built: Built, meter: Meter, options: Options, member: Member) -> Result:
+def _result(history: History, built: Built, meter: Meter, options: Options, member: Member, planned: Planned) -> Result:
     facts = {"memory": asdict(measure_rank()), "usage": asdict(meter.usage), "traffic": [asdict(t) for t in history.traffic]}
     ranks = gather_json(facts, member)
     memory = [rank_memory_from_json(rank["memory"]) for rank in ranks]
@@ -137,4 +131,6 @@ def _result(history: History, built: Built, meter: Meter, options: Options, memb
         update=meter.usage.update,
         skipped=history.skipped,
         interrupted=history.interrupted,
+        batch=options.batch_size,
+        **planned.predictions(),
     )

@@ -8,7 +8,7 @@ The sum of the four is within about 15 % of what a step takes (benchmarks/plan.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.planning.formulas import KindBytes, UnitBytes, unit_from_facts
 from lowtide.planning.options import Load, Phase, Rates, Resource, UnitNeeds
@@ -21,6 +21,8 @@ PROCESS_BYTES = 240 << 20
 _DISK_BUSY = 0.15
 """Of the seconds in which the disk works, so many are lost to compute on a CPU: checksums and system calls."""
 _SPILL_BANDWIDTH = 3e9
+_OF_DATA_SHEET = 0.5
+"""What large transformers usually reach of the peak that a data sheet gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +50,30 @@ class Share:
     def seconds(self, work: Work, dtype: str) -> float:
         """See [Note: seconds of work]."""
         compute = self.hardware.compute
-        flops = compute.flops.get(dtype) or max(compute.flops.values())
+        flops = (compute.flops.get(dtype) or max(compute.flops.values())) * self._reached
         busy = work.flops / flops + work.moved_bytes / compute.bandwidth + work.fresh_bytes * compute.fault_seconds
         return busy * self.cores_shared_by + work.operations * compute.op_seconds
+
+    @property
+    def _reached(self) -> float:
+        """The part of the figure for matrix products that a model reaches: a probe measures it, a data sheet promises more."""
+        return 1.0 if self.hardware.source.startswith(("measured", "assumed")) else _OF_DATA_SHEET
 
     def moved_seconds(self, nbytes: float) -> float:
         """For a kernel that does nothing but read and write so many bytes."""
         return nbytes / self.hardware.compute.bandwidth * self.cores_shared_by
 
+    def host_seconds(self, nbytes: float) -> float:
+        """The same on the host's processor beside a device; a copy counts its bytes once, a kernel both ways."""
+        return nbytes / (2 * self.hardware.host_bandwidth) * self.local_ranks if self.separate else 0.0
+
     @property
     def wire(self) -> Wire:
+        """What one rank has of the slowest wire that a collective passes; ranks share the adapters of their host."""
         between = self.hardware.between
-        return between if self.hosts > 1 and between is not None else self.hardware.inside
+        if self.hosts == 1 or between is None:
+            return self.hardware.inside
+        return replace(between, bandwidth=between.bandwidth / self.local_ranks)
 
     def collective_seconds(self, nbytes: int, transfers: int = 1) -> float:
         """``transfers`` exchanges in which every rank gets ``nbytes`` from all the others together."""
@@ -111,6 +125,7 @@ def _unit_needs(facts: UnitFacts, model: ModelSpec, share: Share, stage: Stage, 
         forward_seconds=share.seconds(facts.forward, model.dtype),
         backward_seconds=share.seconds(facts.backward, model.dtype),
         update_seconds=share.moved_seconds(moved),
+        host_update_seconds=share.host_seconds(moved),
         forward_network_seconds=gather,
         backward_network_seconds=gather + reduce,
         update_network_seconds=publish,
@@ -151,5 +166,5 @@ def working_of(
     largest_update = max((u.optimizer + u.gradients for u in units), default=0)
     buffers = min(largest_update + 2 * chunk, 8 * chunk) if slots else 0
     local = max((u.local_gradients for u in units), default=0) * (2 if world_size > 1 else 1) if slots or world_size > 1 else 0
-    transient = max((u.transient for u in units), default=0) + model.outside_bytes
+    transient = max(max((u.transient for u in units), default=0), model.outside_transient_bytes) + model.outside_bytes
     return Working(slots=slots * largest, buffers=buffers + reduction, in_flight=local, transient=transient)

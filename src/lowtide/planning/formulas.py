@@ -65,7 +65,7 @@ PRECISIONS: Mapping[str, KindBytes] = {
 """For Adam. ``mixed`` is the ZeRO paper's: 2 + 2 + 4 + 8 = 16 bytes. ``bf16`` and ``fp16`` are what ``Precision(param=...)``
 does by default, which keeps gradients in fp32: 18 bytes. ``pure-bf16`` is a model that was built in bf16."""
 
-OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 0, "sgd-momentum": 1}
+OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 0, "sgd-momentum": 1, "adam-amsgrad": 3}
 """States per element."""
 
 

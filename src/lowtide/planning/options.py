@@ -19,7 +19,8 @@ activations on disk     written                      read                       
 ======================  ===========================  ===========================  =============================
 
 The update is in backward (``update="backward"``), in a phase of its own, or, where a step may be put off, in the next forward.
-With a device of its own, what lives on the host or the disk also passes the link.
+With a device of its own, parameters and gradients that live on the host or the disk also pass the link, and states that live
+there are updated by the host's processor.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Resource(enum.Enum):
     """What works beside the others."""
 
     COMPUTE = "compute"
+    HOST = "host"
     DISK = "disk"
     LINK = "link"
     NETWORK = "network"
@@ -91,6 +93,8 @@ class UnitNeeds:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     update_seconds: float = 0.0
+    host_update_seconds: float = 0.0
+    """Of the host's processor, if states are not on a device that computes; 0 where the two are one."""
     forward_network_seconds: float = 0.0
     backward_network_seconds: float = 0.0
     update_network_seconds: float = 0.0
@@ -216,6 +220,8 @@ def _gradient_loads(unit: UnitNeeds, tier: Tier, rates: Rates, way: Way) -> Iter
 
 
 def _optimizer_loads(unit: UnitNeeds, tier: Tier, rates: Rates, way: Way) -> Iterator[Load]:
+    if tier is not Tier.DEVICE:
+        yield Load(way.update_in, Resource.HOST, unit.host_update_seconds)
     if tier is Tier.DISK:
         yield from _disk(unit.optimizer, unit.optimizer, way.update_in, rates)
         yield Load(way.update_in, Resource.COMPUTE, -(-unit.parameters // way.chunk_bytes) * _CHUNK_SECONDS)

@@ -73,6 +73,8 @@ class Plan:
     stage: int
     precision: str
     update: str
+    update_in: str
+    """The phase in which units are updated: ``backward``, ``update``, or ``forward`` where a step is put off."""
     objective: str
     placement: str
     """``plain``: all of it fits and nothing is moved; ``streamed``: units come and go."""

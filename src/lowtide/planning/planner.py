@@ -194,7 +194,7 @@ def _does_not_fit(short: list[tuple[Candidate, Infeasible]]) -> DoesNotFit:
 
 def _plan(model: ModelSpec, hardware: Hardware, request: Request, candidate: Candidate, solution: Solution) -> Plan:
     share, problem = candidate.share, candidate.problem
-    streamed = any(o.tier is not candidate.near for row in solution.chosen for o in row)
+    streamed = any(o.tier is not candidate.near and o.nbytes for row in solution.chosen for o in row)
     tiers = tuple(_tier_plan(tier, candidate, solution) for tier in candidate.capacity)
     needs = problem.units
     states = model.numel * candidate.kinds.parameters
@@ -212,6 +212,7 @@ def _plan(model: ModelSpec, hardware: Hardware, request: Request, candidate: Can
         stage=candidate.stage.number,
         precision=request.precision,
         update=request.update,
+        update_in=problem.way.update_in.value,
         objective=request.objective,
         placement="streamed" if streamed else "plain",
         slots=candidate.slots,
@@ -276,10 +277,16 @@ def _phases(solution: Solution) -> tuple[PhasePlan, ...]:
 
 def _traffic(candidate: Candidate, solution: Solution) -> dict[str, int]:
     """Bytes that pass every resource in one step."""
-    way, out = candidate.problem.way, {"disk read": 0, "disk written": 0}
+    way, out = candidate.problem.way, {"disk read": 0, "disk written": 0, "link": 0, "network": 0}
+    stage, ranks = candidate.stage, candidate.share.world_size
+    for unit in candidate.problem.units if ranks > 1 else ():
+        gathered = unit.whole * (2 if stage.parameters else 1 if stage.optimizer else 0)
+        reduced = unit.whole if unit.update_seconds else 0
+        out["network"] += (gathered + reduced * (1 if stage.gradients else 2)) * (ranks - 1) // ranks
     apart = way.update_in is Phase.UPDATE or not way.slots_in_update
     for unit, row in zip(candidate.problem.units, solution.chosen, strict=True):
         for option in row:
+            out["link"] += _linked(option, candidate.share)
             if option.tier is not Tier.DISK:
                 continue
             reads, writes = {
@@ -291,3 +298,10 @@ def _traffic(candidate: Candidate, solution: Solution) -> dict[str, int]:
             out["disk read"] += reads * option.nbytes
             out["disk written"] += writes * option.nbytes
     return {name: size for name, size in out.items() if size}
+
+
+def _linked(option: Option, share: Share) -> int:
+    """Bytes that pass between host and device because of one choice."""
+    if not share.separate or option.tier is Tier.DEVICE:
+        return 0
+    return option.nbytes * (1 if option.kind is Kind.GRADIENTS else 2)

@@ -2,8 +2,10 @@
 
 Units that are alike and follow each other are one *run*; a variable says how many units of a run take an option. For each
 phase a variable is at least the load of every resource in it, and their sum, the seconds of a step, is minimised. What lives
-in a tier stays within it at every moment of the step at which it could be fullest. [Note: moments] While backward passes a run,
-memory falls and then rises (see ``_spread``), so the ends of runs are the only such moments.
+in a tier stays within it at every moment of the step at which it could be fullest.
+
+[Note: moments] While backward passes a run, memory falls and then rises (see ``_spread``), so the ends of runs are the only
+moments at which a tier can be fullest.
 
 Of two placements that take the same time the one that moves fewer bytes is better: it wears the disk less, and leaves more room
 for what was not foreseen. So a little of the load of everything but compute is added to what is minimised.
@@ -180,7 +182,7 @@ def _short_of(problem: Problem, runs: Sequence[_Run]) -> dict[Tier, int]:
     for tier, room in problem.room.items():
         least = []
         for run in runs:
-            row = tuple(min(options, key=lambda o: (o.nbytes if o.tier is tier else 0) + o.again) for options in run.kinds)
+            row = tuple(min(options, key=lambda o: o.nbytes if o.tier is tier else 0) for options in run.kinds)
             least += [row] * run.count
         needed = peak_of(tier, least)
         if needed > room:

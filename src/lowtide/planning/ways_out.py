@@ -64,7 +64,7 @@ def _changes(model: ModelSpec, hardware: Hardware, request: Request) -> Iterator
             more = replace(request, world_size=ranks, stage="auto" if request.stage == "auto" else 3)
             if _fits(model, hardware, more):
                 yield (
-                    f"{ranks} ranks at stage {more.stage if more.stage != 'auto' else 3}",
+                    _ranks_text(ranks, hardware, request),
                     (model, hardware, replace(more, stage=3)),
                 )
                 break
@@ -115,6 +115,11 @@ def _smaller_batch(model: ModelSpec, part: int) -> ModelSpec:
 
     units = tuple(smaller(u) for u in model.units)
     return replace(model, units=units, outside_bytes=model.outside_bytes // part, batch=f"1/{part} of {model.batch}")
+
+
+def _ranks_text(ranks: int, hardware: Hardware, request: Request) -> str:
+    hosts = -(-ranks // (request.ranks_per_host or hardware.ranks_per_host))
+    return f"{ranks} ranks on {hosts} hosts at stage 3" if hosts > 1 else f"{ranks} ranks at stage 3"
 
 
 def _size(nbytes: int) -> str:

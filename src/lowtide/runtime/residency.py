@@ -108,7 +108,7 @@ class Residency:
         home = Shelf(Key(unit.name, "parameters"), cuts, memory=self._memory.homes, store=store)
         place = self._places[unit] = _Place(home, covers)
         place.permanent = resident
-        self._ledger.add("parameters", home.block.nbytes if home.block is not None else 0)
+        self._ledger.add("parameters", home.memory_bytes)
 
     def take_over(self, unit: Unit, values: Sequence[Tensor]) -> None:
         """Move ``unit``'s parameters, flat ``values``, into its home. They become those of rank 0, as in DDP."""
@@ -340,12 +340,9 @@ class Residency:
         """Between two steps: into memory (``None``) or into ``store``."""
         place = self._places[unit]
         self.forget([unit])
-        before = place.home.block
+        before = place.home.memory_bytes
         place.home.move(store)
-        after = place.home.block
-        self._ledger.add(
-            "parameters", (after.nbytes if after is not None else 0) - (before.nbytes if before is not None else 0)
-        )
+        self._ledger.add("parameters", place.home.memory_bytes - before)
 
     def publish(self, unit: Unit) -> Ticket[None] | None:
         """After an update: bring other ranks' new shards into a home that holds the whole unit."""
@@ -401,9 +398,11 @@ class Residency:
         return sum(u.layout.nbytes for u, p in self._places.items() if p.slot is not None and p.slot is not p.home.block)
 
     def _make_room(self, *, guesses_too: bool) -> bool:
-        """Let go of a whole unit that nobody uses, or of a guess; whether there was one."""
+        """Let go of a whole unit that nobody uses, or of a guess; whether there was one. A guess never costs the unit that was
+        used last: backward is still at it, and would fetch it again."""
+        latest = None if guesses_too else next(reversed(self._recent), None)
         guesses = (u for u in self._guessed if guesses_too and self._places[u].state is not State.HOME)
-        victim = next(iter((*self._idle(), *guesses)), None)
+        victim = next(iter((*self._idle(latest), *guesses)), None)
         if victim is not None:
             self._drop(victim)
         return victim is not None

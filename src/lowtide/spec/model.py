@@ -71,6 +71,8 @@ class ModelSpec:
     outside_backward: Work = field(default_factory=Work)
     outside_bytes: int = 0
     """Saved by autograd outside of units: the loss, what the model computes around its blocks."""
+    outside_transient_bytes: int = 0
+    """The most that is held there for a moment: logits and their gradients, often the peak of a step."""
 
     @property
     def numel(self) -> int:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.config import UnitChoice
 from lowtide.errors import ArgumentError, Refused
@@ -29,6 +28,7 @@ from lowtide.spec.tracing_fake import DEVICES, NEEDS_VALUES, NO_RULE, Fakes, OnC
 from lowtide.spec.tracing_memory import MemoryLog, Where
 from lowtide.spec.tracing_work import tensors_of, work_of
 from lowtide.spec.units import UnitSpec, find_units, needs
+from lowtide.torch_internals import TorchDispatchMode
 
 Loss = Callable[[Any], Tensor]
 
@@ -285,6 +285,7 @@ def _spec(specs: list[UnitSpec], tracer: _Tracer, *, name: str, batch: str) -> M
         outside_forward=tracer.forward[None],
         outside_backward=tracer.backward[None],
         outside_bytes=memory.saved_bytes[None],
+        outside_transient_bytes=transient.get(None, 0),
     )
 
 

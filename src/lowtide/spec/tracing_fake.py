@@ -21,22 +21,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-# Not public, but what torch's own documents tell everybody to import.
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import ArgumentError
-from lowtide.torch_internals import is_compiled_whole
+from lowtide.torch_internals import NEEDS_VALUES as NEEDS_VALUES
+from lowtide.torch_internals import NO_RULE as NO_RULE
+from lowtide.torch_internals import FakeTensorMode, is_compiled_whole
 
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-NO_RULE = UnsupportedOperatorException
 DEVICES = ("cpu", "cuda")
 
 

@@ -113,6 +113,11 @@ class Shelf:
     def in_memory(self) -> bool:
         return self.block is not None
 
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes of memory for good."""
+        return self.block.nbytes if self.block is not None else 0
+
     def has(self, chunk: int) -> bool:
         """Whether the chunk was ever written."""
         return self._written[chunk]

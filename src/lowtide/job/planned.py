@@ -1,0 +1,88 @@
+"""The plan of a job, made before its first step: shown, kept beside the run, and held against what the job then took."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lowtide.errors import ArgumentError, DoesNotFit, Refused
+from lowtide.job.models import Built
+from lowtide.job.options import Options
+from lowtide.job.ranks import Member, gather_json
+from lowtide.planning.batch import best_batch
+from lowtide.planning.plan import Plan
+from lowtide.planning.planner import make_plan
+from lowtide.planning.question import Machine, find_machine
+from lowtide.planning.request import Request
+from lowtide.spec.model import ModelSpec
+from lowtide.stages import Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The plan, or why there is none."""
+
+    plan: Plan | None
+    text: str
+
+    def predictions(self) -> dict[str, Any]:
+        """What a result shows beside its measurements."""
+        plan = self.plan
+        return {
+            "predicted_seconds": plan.predicted_seconds if plan is not None else None,
+            "predicted_peak_bytes": plan.predicted_peak_bytes if plan is not None else None,
+        }
+
+
+def plan_job(options: Options, built: Built, stage: Stage, member: Member) -> Planned:
+    """What the job will take, by what is known of this machine. A model that cannot be traced has no plan."""
+    machine = find_machine("this", list(options.disk) or None)
+    try:
+        plan = make_plan(
+            _spec(built, options.model_name, options.batch_size), machine.hardware, _request(options, stage, member, machine)
+        )
+    except (Refused, ArgumentError, DoesNotFit) as error:
+        return Planned(plan=None, text=f"There is no plan for {options.model_name}: {error}\n")
+    notes = "".join(f"{note}\n" for note in machine.notes)
+    return Planned(plan=plan, text=f"{plan}\n{notes}")
+
+
+def choose_batch(options: Options, built: Built, stage: Stage, member: Member) -> int:
+    """``--batch auto``: the number of sequences per rank with which most are trained per second. The same on all ranks."""
+    if options.batch != "auto":
+        return options.batch_size
+    machine = find_machine("this", list(options.disk) or None)
+    mine: dict[str, Any] = {}
+    try:
+        request = _request(options, stage, member, machine)
+        mine["batch"], plan = best_batch(lambda n: _spec(built, options.model_name, n), machine.hardware, request)
+        mine["plan"] = asdict(plan)["predicted_seconds"]
+    except Refused as error:
+        mine["error"] = f"--batch is 'auto', but the model cannot be planned ({error}); give a number."
+    first = gather_json(mine, member)[0]
+    if "error" in first:
+        raise ArgumentError(first["error"])
+    return int(first["batch"])
+
+
+def _spec(built: Built, name: str, batch: int) -> ModelSpec:
+    from lowtide.config import Comm
+    from lowtide.spec.tracing import trace
+
+    tokens = torch.empty(batch, built.context, dtype=torch.int64, device="meta")
+    arguments: Any = {"input_ids": tokens, "labels": tokens} if built.shifts_itself else (tokens, tokens)
+    return trace(built.model, arguments, bucket_bytes=Comm().bucket_bytes, name=name)
+
+
+def _request(options: Options, stage: Stage, member: Member, machine: Machine) -> Request:
+    return Request(
+        world_size=member.ranks,
+        ranks_per_host=member.local_ranks,
+        stage=stage.number,
+        memory_bytes=options.memory_bytes,
+        disk_bytes=machine.disk_bytes,
+        activations=options.activations,
+        update=options.update_when,
+    )
