@@ -119,7 +119,11 @@ def run(chosen: argparse.Namespace, command: str) -> dict[str, Any]:
             machine.wait_for_quiet(share=QUIET_SHARE, at_most_seconds=chosen.wait)
             row = {"name": case.name, **asdict(case), **run_case(case, folder, chosen.steps)}
             rows.append(row)
-            said = f"{row['seconds_ratio']:.3f} of the seconds, {row['peak_ratio']:.3f} of the peak" if row.get("peak_ratio") else row
+            said = (
+                f"{row['seconds_ratio']:.3f} of the seconds, {row['peak_ratio']:.3f} of the peak"
+                if row.get("peak_ratio")
+                else row
+            )
             print(f"{case.name}: predicted {said}", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

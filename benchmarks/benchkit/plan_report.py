@@ -8,7 +8,10 @@ from typing import Any
 
 def markdown(result: dict[str, Any]) -> str:
     """One row per case: what was predicted, what was measured."""
-    lines = ["| case | step predicted | measured | off by | peak predicted | measured | off by |", "|---|--:|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| case | step predicted | measured | off by | peak predicted | measured | off by |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
     for row in result["rows"]:
         if "error" in row:
             lines.append(f"| {row['name']} | – | – | – | – | – | {row['error']} |")

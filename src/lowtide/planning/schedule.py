@@ -1,4 +1,4 @@
-"""The order of events of one step on one rank, as the engine runs a plan: what is fetched, gathered, computed, reduced, updated.
+"""The order of events of one step on one rank, as the engine runs a plan: read, gather, compute, reduce, update, write.
 
 A schedule is for looking at a plan and for checking it (``planning/verify.py``): the engine itself follows the model and only
 guesses what comes next. All ranks have the same collectives in the same order, whatever their tiers.
@@ -112,4 +112,3 @@ class _Writer:
             yield Event(phase, Verb.WRITE, index, Kind.OPTIMIZER)
         if unit.parameters == "disk":
             yield Event(phase, Verb.WRITE, index, Kind.PARAMETERS)
-

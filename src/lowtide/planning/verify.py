@@ -89,9 +89,10 @@ class _Walk:
         return self._plan.units[event.unit]
 
     def _reads(self, event: Event) -> None:
-        if event.kind is None or (event.kind is not Kind.ACTIVATIONS and getattr(self._unit(event), event.kind.value) != "disk"):
-            self._fail(event.unit, f"it reads {event.kind} that is not on disk")
+        if event.kind is None:
             return
+        if event.kind is not Kind.ACTIVATIONS and getattr(self._unit(event), event.kind.value) != "disk":
+            self._fail(event.unit, f"it reads {event.kind.value} that are not on disk")
         self._read.add((event.unit, event.kind))
         if event.kind is Kind.PARAMETERS and not self._gathers:
             self._take_slot(event.unit)

@@ -1,0 +1,180 @@
+"""The world changes while a model trains: a slow disk, a smaller control group. Bits stay, and the log says why."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lowtide
+from lowtide.api import engine_of
+from lowtide.planning.options import Rates
+from lowtide.runtime import assembly
+from lowtide.runtime.conditions import DiskSpeed
+from lowtide.tiers.null import NullStore
+from tests.kit.stores import SlowStore
+from tests.kit.tools import missing
+from tests.memory.test_set_memory import MIB, base, build, step
+
+# -- noise changes nothing ---------------------------------------------------------------------------------------------
+
+
+def speed_of(store: NullStore) -> DiskSpeed:
+    speed = DiskSpeed((), store, ranks=1)
+    speed.rates = Rates(disk_read=1e-9, disk_write=1e-9)  # 1 GB/s
+    return speed
+
+
+def pass_a_step(store: NullStore, speed: DiskSpeed, *, gigabytes_per_second: float, seconds: float = 2.0) -> str | None:
+    """A step in which the disk worked all the time, at this speed."""
+    store.traffic.read_bytes += int(gigabytes_per_second * 1e9 * seconds)
+    store.traffic.busy_seconds += seconds
+    return speed.look(seconds)
+
+
+def test_a_disk_that_is_slow_for_a_moment_changes_nothing() -> None:
+    store = NullStore()
+    speed = speed_of(store)
+    rates = [1.0, 0.4, 0.4, 1.0, 0.9, 0.4, 1.1, 0.4, 0.4, 0.8, 1.2, 1.4]
+    assert [pass_a_step(store, speed, gigabytes_per_second=r) for r in rates] == [None] * len(rates)
+    assert speed.rates.disk_read == 1e-9
+
+
+def test_a_disk_that_stays_slow_is_believed_and_so_is_its_recovery() -> None:
+    store = NullStore()
+    speed = speed_of(store)
+    said = [pass_a_step(store, speed, gigabytes_per_second=0.2) for _ in range(3)]
+    assert said[:2] == [None, None]
+    assert said[2] == "the disk gives 0.20 GB/s instead of 1.00"
+    assert speed.rates.disk_read == pytest.approx(5e-9)
+    said = [pass_a_step(store, speed, gigabytes_per_second=1.0) for _ in range(3)]
+    assert said[2] == "the disk gives 1.00 GB/s instead of 0.20"
+
+
+def test_a_disk_that_had_time_to_idle_is_not_slow() -> None:
+    store = NullStore()
+    speed = speed_of(store)
+    for _ in range(6):
+        store.traffic.read_bytes += 200 * MIB
+        store.traffic.busy_seconds += 0.5
+        assert speed.look(10.0) is None
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def throttled(monkeypatch: pytest.MonkeyPatch) -> list[SlowStore]:
+    stores: list[SlowStore] = []
+    opened = assembly._open_disk
+
+    def slow(config: object, rank: int) -> SlowStore | None:
+        store = opened(config, rank)  # type: ignore[arg-type]
+        if store is not None:
+            stores.append(SlowStore(store, 0.0))
+        return stores[-1] if store is not None else None
+
+    monkeypatch.setattr(assembly, "_open_disk", slow)
+    return stores
+
+
+def test_a_throttled_disk_changes_the_placement_and_no_bit(
+    tmp_path: Path, throttled: list[SlowStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    reference, plain = build()
+    expected = [step(reference, plain, i) for i in range(16)]
+    model, optimizer = lowtide.shard(*build(), memory=base() + 140 * MIB, disk=tmp_path, update=lowtide.Update("step", 1 << 20))
+    with caplog.at_level(logging.INFO, logger="lowtide"):
+        losses = [step(model, optimizer, i) for i in range(4)]
+        throttled[0].seconds = 0.02
+        losses += [step(model, optimizer, i) for i in range(4, 10)]
+        throttled[0].seconds = 0.0
+        losses += [step(model, optimizer, i) for i in range(10, 16)]
+    assert losses == expected
+    speeds = [r.message for r in caplog.records if "the disk gives" in r.message]
+    assert any(float(m.split("gives ")[1].split()[0]) < 0.5 for m in speeds), caplog.text
+    limit = engine_of(model).budget.limit
+    assert limit is not None
+    assert engine_of(model).budget.peak <= limit
+
+
+SQUEEZED = """
+import json, logging, os, sys, torch, lowtide
+from lowtide.api import engine_of
+from lowtide.job.gpt import GPT
+from lowtide.job.presets import Shape
+group, disk, memory, squeeze = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "squeeze"
+with open(group + "/cgroup.procs", "w") as file:
+    file.write(str(os.getpid()))
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("lowtide").addHandler(handler)
+logging.getLogger("lowtide").setLevel(logging.INFO)
+torch.set_num_threads(2)
+torch.manual_seed(0)
+with lowtide.deferred(disk=disk):
+    model = GPT(Shape(layers=8, width=512, heads=8, tokens=4096, context=128))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+model, optimizer = lowtide.shard(model, optimizer, memory=memory, disk=disk)
+limit_file = next(f for f in ("memory.limit_in_bytes", "memory.max") if os.path.exists(f"{group}/{f}"))
+losses, limits = [], []
+for step in range(12):
+    if squeeze and step == 4:
+        lowtide.set_memory(model, memory * 3 // 4)
+    if squeeze and step == 8:  # nobody tells lowtide: it has to notice that the group has become smaller
+        engine = engine_of(model)
+        with open(f"{group}/{limit_file}", "w") as file:
+            file.write(str(int(engine.budget.limit * 0.75)))  # less than the limit, as what was imported before is not charged
+    torch.manual_seed(step)
+    tokens = torch.randint(0, 4096, (2, 128))
+    loss = model(tokens, tokens)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+    limits.append(engine_of(model).budget.limit)
+print(json.dumps({"losses": losses, "limits": limits, "said": said}))
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    root = Path("/sys/fs/cgroup/memory")
+    path = (root if root.is_dir() else Path("/sys/fs/cgroup")) / f"lowtide-adapt-{os.getpid()}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        missing("a memory cgroup", f"{path.parent} does not let us make one: {error.strerror}")
+    yield path
+    path.rmdir()
+
+
+def trained_in(group: Path, disk: Path, memory: int, how: str) -> dict[str, list[object]]:
+    name = next(f for f in ("memory.limit_in_bytes", "memory.max") if (group / f).exists())
+    (group / name).write_text(str(memory))
+    done = subprocess.run(
+        [sys.executable, "-c", SQUEEZED, str(group), str(disk), str(memory), how], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_run_that_is_squeezed_lives_on_with_the_same_bits(group: Path, tmp_path: Path) -> None:
+    """First by set_memory, then by a smaller control group, of which nobody tells it."""
+    memory = 1000 * MIB
+    calm = trained_in(group, tmp_path, memory, "calm")
+    squeezed = trained_in(group, tmp_path, memory, "squeeze")
+    assert squeezed["losses"] == calm["losses"]
+    limits = [int(n) for n in squeezed["limits"]]  # type: ignore[call-overload]
+    assert limits[3] == memory
+    assert limits[4] == memory * 3 // 4
+    assert limits[-1] < limits[4], "the smaller group was noticed"
+    assert any("the caller allows" in str(line) for line in squeezed["said"])
+    assert any("the machine leaves" in str(line) for line in squeezed["said"])
