@@ -18,9 +18,17 @@ from lowtide.planning.options import Rates
 from lowtide.runtime import assembly
 from lowtide.runtime.conditions import DiskSpeed
 from lowtide.tiers.null import NullStore
+from tests.kit import dist
 from tests.kit.stores import SlowStore
 from tests.kit.tools import missing
 from tests.memory.test_set_memory import MIB, base, build, step
+
+
+@pytest.fixture(autouse=True)
+def _no_children() -> None:
+    """Ranks of other tests are children of this process, and count as its loader workers would."""
+    dist.close_pools()
+
 
 # -- noise changes nothing ---------------------------------------------------------------------------------------------
 
