@@ -15,6 +15,7 @@ from lowtide.planning.programme import Infeasible, Problem, Solution, evaluate, 
 
 _SLACK_SHARE = 0.02
 _SLACK_BYTES = 48 << 20
+_MOST_SLACK = 1 << 30
 _NO_END = 1 << 60
 _KINDS = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
 
@@ -53,8 +54,8 @@ class Needs:
 
 
 def slack_of(budget: int) -> int:
-    """What the allocator, Python and the kernel take on top of what is counted: a share of the budget and a fixed part."""
-    return _SLACK_BYTES + int(budget * _SLACK_SHARE)
+    """What the allocator, Python and the kernel take on top of what is counted: a fixed part and a share, which has an end."""
+    return _SLACK_BYTES + min(int(budget * _SLACK_SHARE), _MOST_SLACK)
 
 
 @dataclass(frozen=True, slots=True)
