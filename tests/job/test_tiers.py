@@ -110,6 +110,14 @@ def test_activations_are_as_asked_and_every_step_is_recorded(
     assert json.loads((tmp_path / "run" / "config.json").read_text())["disk"] == [str(spool)]
 
 
+def test_the_batch_may_be_chosen_by_the_planner(capfd: pytest.CaptureFixture[str]) -> None:
+    chosen = _train(capfd, *TINY_GPT, "--steps", "1", "--batch", "auto", "--memory", "1500MiB")
+    assert chosen["batch"] > 2, "a batch of one or two leaves most of this memory and of the processor unused"
+    assert chosen["predicted_seconds"] > 0
+    again = _train(capfd, *TINY_GPT, "--steps", "1", "--batch", str(chosen["batch"]))
+    assert chosen["losses"] == again["losses"]
+
+
 def test_a_job_with_a_disk_builds_its_model_there(spool: Path) -> None:
     def in_a_file(options: Options) -> bool:
         return any(parameter.untyped_storage().is_shared() for parameter in build_model(options).model.parameters())

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide
 from lowtide.api import engine_of
 from lowtide.runtime import assembly
+from lowtide.tiers.store import Extent, IOTicket, Priority
 from tests.kit.stores import SlowStore
 
 DEPTH, WIDTH = 6, 128
+
+
+class SlowWrites(SlowStore):
+    """Writes take far longer than reads, so that a slot is still being written from when the next unit is wanted."""
+
+    def write(self, extent: Extent, block: int, data: Tensor, priority: Priority) -> IOTicket:
+        def late(*request: Any) -> IOTicket:
+            time.sleep(0.05)
+            return self.inner.write(*request)
+
+        return self._later(f"slow write of {extent.key}", extent, block, priority, late, data)
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +35,7 @@ def _slow_disk_without_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything on a disk that is slow enough for slots to be still in use when the next unit is wanted."""
     opened = assembly._open_disk
     monkeypatch.setattr(assembly, "default_budget", lambda: None)
-    monkeypatch.setattr(assembly, "_open_disk", lambda config, rank: SlowStore(opened(config, rank), 0.005))
+    monkeypatch.setattr(assembly, "_open_disk", lambda config, rank: SlowWrites(opened(config, rank), 0.001))
 
 
 def traffic_of_a_step(folder: Path, update: str, slots: int) -> tuple[int, int]:
@@ -37,6 +51,8 @@ def traffic_of_a_step(folder: Path, update: str, slots: int) -> tuple[int, int]:
     engine.arena.capacity = slots * max(u.layout.nbytes for u in engine.units)
     store = engine.store
     assert store is not None
+    store.drain()
+    engine.arena.trim()  # what the start took beyond that
     counted = []
     for _ in range(3):
         before = store.traffic.read_bytes, store.traffic.written_bytes

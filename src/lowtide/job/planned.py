@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,8 +57,7 @@ def choose_batch(options: Options, built: Built, stage: Stage, member: Member) -
     mine: dict[str, Any] = {}
     try:
         request = _request(options, stage, member, machine)
-        mine["batch"], plan = best_batch(lambda n: _spec(built, options.model_name, n), machine.hardware, request)
-        mine["plan"] = asdict(plan)["predicted_seconds"]
+        mine["batch"], _ = best_batch(lambda n: _spec(built, options.model_name, n), machine.hardware, request)
     except Refused as error:
         mine["error"] = f"--batch is 'auto', but the model cannot be planned ({error}); give a number."
     first = gather_json(mine, member)[0]

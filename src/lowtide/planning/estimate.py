@@ -85,20 +85,26 @@ class Share:
 def rates_of(share: Share, disk: Disk | None) -> Rates:
     """Seconds per byte for one rank, all ranks of a host moving bytes at once."""
     link = share.hardware.link if share.separate else None
-    ranks = share.local_ranks
     busy = 0.0 if share.separate else 1.0
-    if disk is None:
-        return Rates(link=1 / link.bandwidth if link is not None else None, network_busy=busy)
-    # Reads and writes at once get another rate than one after the other would; both are charged by that.
-    apart = 2 / (1 / disk.read + 1 / disk.write)
-    together = apart / disk.mixed
-    return Rates(
-        disk_read=ranks * together / disk.read,
-        disk_write=ranks * together / disk.write,
-        disk_busy=_DISK_BUSY * busy,
-        spill=1 / _SPILL_BANDWIDTH,
+    rates = disk_rates([disk], share.local_ranks) if disk is not None else Rates()
+    return replace(
+        rates,
+        disk_busy=rates.disk_busy * busy,
         link=1 / link.bandwidth if link is not None else None,
         network_busy=busy,
+    )
+
+
+def disk_rates(disks: Sequence[Disk], ranks: int) -> Rates:
+    """Over all folders together, all ranks of a host at once, where the processor that computes also moves the bytes."""
+    read, write, mixed = (sum(getattr(d, kind) for d in disks) for kind in ("read", "write", "mixed"))
+    # Reads and writes at once get another rate than one after the other would; both are charged by that.
+    together = 2 / (1 / read + 1 / write) / mixed
+    return Rates(
+        disk_read=ranks * together / read,
+        disk_write=ranks * together / write,
+        disk_busy=_DISK_BUSY,
+        spill=1 / _SPILL_BANDWIDTH,
     )
 
 

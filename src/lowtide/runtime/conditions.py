@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lowtide.config import DiskFolder
+from lowtide.planning.estimate import disk_rates
 from lowtide.planning.options import Rates
-from lowtide.spec.hardware import Disk
 from lowtide.spec.limits import memory_left
 from lowtide.spec.probe_assumed import assumed_disk
 from lowtide.spec.probe_cache import cached_disk
@@ -22,8 +22,6 @@ _LEAST_BYTES = 64 << 20
 """Less traffic than this in a step says nothing about a disk."""
 _LEAST_SHARE = 0.5
 """Nor does a disk that worked for less than this part of a step: it waited for requests, not they for it."""
-_BUSY = 0.15
-_SPILL = 1 / 3e9
 
 
 class DiskSpeed:
@@ -34,7 +32,7 @@ class DiskSpeed:
         self._before = Traffic()
         self._off: list[float] = []  # measured over planned speed of the last steps, as long as they were off
         disks = [cached_disk(f.path) or assumed_disk(f.path) for f in folders]
-        self.rates = _rates(disks, ranks) if disks and store is not None else Rates()
+        self.rates = disk_rates(disks, ranks) if disks and store is not None else Rates()
 
     def look(self, seconds: float | None) -> str | None:
         """After a step of so many seconds: what has changed, in words, or None."""
@@ -62,13 +60,6 @@ class DiskSpeed:
         old = (read + written) / planned
         self.rates = replace(self.rates, disk_read=self.rates.disk_read / factor, disk_write=self.rates.disk_write / factor)
         return f"the disk gives {old * factor / 1e9:.2f} GB/s instead of {old / 1e9:.2f}"
-
-
-def _rates(disks: list[Disk], ranks: int) -> Rates:
-    """Seconds per byte over all folders together, all ranks of this host at once."""
-    read, write, mixed = (sum(getattr(d, kind) for d in disks) for kind in ("read", "write", "mixed"))
-    together = 2 / (1 / read + 1 / write) / mixed
-    return Rates(disk_read=ranks * together / read, disk_write=ranks * together / write, disk_busy=_BUSY, spill=_SPILL)
 
 
 def memory_allowed(limit: int, used: int, *, ranks: int) -> int:
