@@ -55,6 +55,7 @@ LAYER_LARGEST_QUICK = Shape(layers=1, width=768, heads=8, tokens=1024, context=1
 LOWTIDE = {
     "lowtide-keep": ("2.4GiB", "520MiB", "backward", "keep"),
     "lowtide-recompute": ("1.3GiB", "480MiB", "backward", "recompute"),
+    "lowtide-auto": ("1.3GiB", "480MiB", "backward", "auto"),
     "lowtide-step": ("2.5GiB", "520MiB", "step", "keep"),
     "lowtide-8": ("8GiB", "700MiB", "backward", "auto"),
 }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lowtide.config import Activations, Comm, Partition, Precision, Update
     from lowtide.deferral import deferred
     from lowtide.errors import Error
+    from lowtide.saving import load, save
 
 _HOMES = {
     "lowtide.api": (
@@ -39,6 +40,7 @@ _HOMES = {
     "lowtide.config": ("Activations", "Comm", "Partition", "Precision", "Update"),
     "lowtide.deferral": ("deferred",),
     "lowtide.errors": ("Error",),
+    "lowtide.saving": ("load", "save"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -54,8 +56,10 @@ __all__ = [
     "clip_grad_value_",
     "deferred",
     "gathered",
+    "load",
     "load_sharded_state_dict",
     "plan",
+    "save",
     "set_memory",
     "shard",
     "sharded_state_dict",

@@ -6,7 +6,7 @@ Errors a caller caused also derive from the built-in type that plain PyTorch wou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 
@@ -236,4 +236,53 @@ class DiskStalled(Error, TimeoutError):
         return (
             f"{self.waiting_for} was not done within {self.seconds:.0f} s: the disk does not answer. "
             f"Look at the system's log; a network mount that is gone shows like this."
+        )
+
+
+@dataclass(eq=False)
+class CheckpointError(Error, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+    problem: str
+    path: str
+
+    way_out: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path!r}: {self.problem}." + (f" {self.way_out}" if self.way_out else "")
+
+
+@dataclass(eq=False)
+class CheckpointCorrupted(CheckpointError):
+    """What is there is not what was written."""
+
+    way_out: ClassVar[str] = "Load an older one: lowtide.load of the folder around it passes over this one."
+
+
+@dataclass(eq=False)
+class NoCheckpoint(CheckpointError):
+    """There is nothing to load."""
+
+
+@dataclass(eq=False)
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint is whole, but of another model or optimizer."""
+
+    way_out: ClassVar[str] = "Build the model as it was when it was saved, or load with strict=False what both have."
+
+
+@dataclass(eq=False)
+class CheckpointTooNew(CheckpointError):
+    """It was written by a newer version of lowtide, in a format that this one does not know."""
+
+    problem: str = field(init=False)
+    path: str
+    version: int
+    known: int
+    lowtide: str
+
+    def __post_init__(self) -> None:
+        self.problem = (
+            f"it has format {self.version}, written by lowtide {self.lowtide}; this lowtide knows formats up to {self.known}. "
+            f"Install that version or a newer one"
         )

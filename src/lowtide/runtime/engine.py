@@ -51,6 +51,7 @@ class Engine(Assembly):
     ) -> None:
         super().__init__(model, specs, config, group, channels, whole_parameters=whole_parameters)
         self.skipped_steps = 0
+        self.steps_taken = 0
         self._forward_order, self._backward_order = Successors(), Successors()
         self._depth = 0  # of forward passes under way: root or unit
         self._backward: weakref.ref[_Pass] | None = None  # the outermost backward under way; dies with it
@@ -273,6 +274,7 @@ class Engine(Assembly):
         self._note_written(updated)
 
     def _after_step(self) -> None:
+        self.steps_taken += 1
         self.trace("update", "")
         self.placer.after_step(self.activations.saved, self.shelves)
 
@@ -376,6 +378,10 @@ class Engine(Assembly):
             self.settle()
         else:
             self.due.forget()
+
+    def poison(self, cause: str) -> None:
+        """The model is neither as it was nor as it should be: nobody may use it before it is loaded anew."""
+        self._poison = cause
 
     def after_load(self) -> None:
         """All parameters have been loaded anew: whole copies are old, and a half-finished update is forgiven."""

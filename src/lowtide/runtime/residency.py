@@ -286,15 +286,22 @@ class Residency:
         start = unit.layout.offsets[index] + lo * param.itemsize - place.covers[0] if lo < hi else 0
         return shard[start : start + (hi - lo) * param.itemsize].view(dtype)
 
-    def open_chunk(self, unit: Unit, index: int, buffers: Arena, priority: Priority, *, wait: bool = True) -> Lease:
-        """A lease on chunk ``index`` of this rank's part of ``unit``: in the home's memory, in the slot, or from the disk."""
+    def home(self, unit: Unit) -> Shelf:
+        """Where the unit's bytes are for good."""
+        return self._places[unit].home
+
+    def open_chunk(
+        self, unit: Unit, index: int, buffers: Arena, priority: Priority, *, wait: bool = True, fresh: bool = False
+    ) -> Lease:
+        """A lease on chunk ``index`` of this rank's part of ``unit``: in the home's memory, in the slot, or from the disk.
+        ``fresh``: all of it will be replaced."""
         place, chunk = self._places[unit], unit.chunks[index]
         lo, hi = unit.updates[0] + chunk.lo, unit.updates[0] + chunk.hi
         if place.home.block is not None:
             return View(place.home.block.tensor[lo - place.covers[0] : hi - place.covers[0]])
         if place.slot is not None and place.state is not State.ARRIVING and not self._memory.device.separate:
             return SlotLease(place.home, index, place.slot.tensor[lo:hi], place.writes)
-        return place.home.open(index, buffers, priority, wait=wait)
+        return place.home.open(index, buffers, priority, wait=wait, fresh=fresh)
 
     @contextmanager
     def shard(self, unit: Unit, *, write: bool, read: bool = True) -> Generator[Tensor]:

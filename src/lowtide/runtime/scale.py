@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from pydantic import JsonValue
 from torch import Tensor
 
 from lowtide.runtime.outputs import ScaleGradient, map_tensors
@@ -31,6 +33,15 @@ class LossScale:
         elif self._good_steps == _GROW_AFTER:
             self.value *= 2
             self._good_steps = 0
+
+    def state(self) -> dict[str, JsonValue]:
+        """What a checkpoint keeps of it."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse; a fixed scale stays as it is."""
+        if self.dynamic:
+            self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
     def on_input(self, tensor: Tensor) -> Tensor:
         """What the model takes, such that gradients that leave through it are as if nothing had been scaled."""

@@ -7,8 +7,8 @@ their room is taken before training begins.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Container, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Unit, flat_view, is_whole
 from lowtide.spec.chunks import Packing, Part, pack
 from lowtide.tiers.arena import Arena
-from lowtide.tiers.shelf import Lease, Shelf, borrowed
+from lowtide.tiers.shelf import Access, Lease, Shelf, borrowed
 from lowtide.tiers.store import Key, Priority, Store
 
 MASTERS = "masters"
@@ -34,12 +34,13 @@ class _Kind:
 
     def __init__(self, unit: Unit, kind: str, dtypes: Sequence[torch.dtype], *, memory: Arena, store: Store | None) -> None:
         self._unit, self.dtypes = unit, dtypes
-        self._packing: Packing = pack(unit.chunks, [d.itemsize for d in dtypes])
-        self.shelf = Shelf(Key(unit.name, kind), self._packing.cuts, memory=memory, store=store)
+        packing: Packing = pack(unit.chunks, [d.itemsize for d in dtypes])
+        self.offsets = packing.offsets
+        self.shelf = Shelf(Key(unit.name, kind), packing.cuts, memory=memory, store=store)
 
     def views(self, number: int, tensor: Tensor) -> Iterator[Tensor]:
         """The parts of a chunk, from the bytes of a lease."""
-        for part, offset in zip(self._unit.chunks[number].parts, self._packing.offsets[number], strict=True):
+        for part, offset in zip(self._unit.chunks[number].parts, self.offsets[number], strict=True):
             dtype = self.dtypes[part.index]
             yield tensor[offset : offset + part.numel * dtype.itemsize].view(dtype)
 
@@ -248,6 +249,27 @@ class UnitStream:
         """Between two steps: masters and states into memory (``None``) or into ``store``."""
         for kind in self._kinds.values():
             kind.shelf.move(store)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self._kinds)
+
+    def dtype(self, kind: str, index: int) -> torch.dtype:
+        return self._kinds[kind].dtypes[index]
+
+    def shelf(self, kind: str) -> tuple[Shelf, Sequence[Sequence[int]]]:
+        """The shelf of one kind, and where the parts of each chunk lie in it."""
+        return self._kinds[kind].shelf, self._kinds[kind].offsets
+
+    @contextmanager
+    def chunk(self, kind: str, number: int, how: Access) -> Generator[list[Tensor]]:
+        """One kind of the parts of a chunk, flat, in memory for a while."""
+        shelf = self._kinds[kind].shelf
+        fresh = how is Access.REPLACE or not shelf.has(number)
+        lease = shelf.open(number, self._buffers, Priority.NOW, fresh=fresh)
+        with borrowed(lease, changed=how is not Access.READ) as tensor:
+            yield list(self._kinds[kind].views(number, tensor))
 
     # -- state_dicts --------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,6 @@ Where a block lies and what its bytes hash to is known only here, in memory. A d
 therefore cannot hand over anything but what was written last: the hash would differ. A bad read is tried once more (the second
 one may come from another mirror, or past a loose cable), then it is an error.
 
-Memory and lengths at multiples of ``ALIGNMENT`` go to the file as they are; the rest passes through a small aligned buffer
-that each thread keeps.
-
 [Note: free from a finalizer] An extent may be freed by a garbage collection, which can run in the middle of any method here,
 in the same thread. ``free`` therefore only notes the extent, and looks after it if the table is not in use; else whoever
 enters the table next does.
@@ -16,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import logging
 import mmap
@@ -25,43 +21,35 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 from torch import Tensor
 
 from lowtide.errors import ArgumentError, DiskCorrupted, DiskError, DiskFull, InternalError, Refused
+from lowtide.tiers.pins import Pin, PinnedBlock, Place
 from lowtide.tiers.queue import IOQueue
 from lowtide.tiers.requests import check_request, new_extent
 from lowtide.tiers.spool import Folder, Spool
 from lowtide.tiers.store import ALIGNMENT, Extent, IOTicket, Key, Priority, Traffic
+from lowtide.tiers.transfer import ENDS_EARLY, Bytes, digest_of, read_all, write_all
 
 __all__ = ["DiskStore", "Folder"]
 
-Bytes = npt.NDArray[np.uint8]
-Call = Callable[[int, Bytes, int], int]
-
 _log = logging.getLogger(__name__)
 
-_PIECE = 8 << 20  # bytes per system call
-_BOUNCE = 1 << 20  # bytes of aligned memory per thread, taken when first needed
 _PROBE = 4 << 20  # bytes written to each of several folders to see how fast it is
-_INTERRUPTED_TRIES = 1000  # calls in a row that ask to be made again before it is an error
-_STUCK_TRIES = 10  # calls in a row that do not get past a sector before it is an error
-_ENDS_EARLY = errno.ENODATA
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
     """Where a block lies and what it holds. Only the request that is at it changes it; the queue runs one at a time."""
 
-    spool: Spool
-    offset: int
+    place: Place
     nbytes: int
-    room: int
+    spare: Place | None = None
+    """Where the next write goes if the place is pinned; reserved with the pin."""
     generation: int = 0
     digest: int | None = None
     lost: DiskError | None = None
@@ -106,7 +94,6 @@ class DiskStore:
         self._records: dict[Extent, _Record] = {}
         self._dropped: deque[Extent] = deque()
         self._retiring = 0
-        self._bounce = threading.local()
         self._spools: list[Spool] = []
         self._finalizer = weakref.finalize(self, _close_spools, self._spools)
         try:
@@ -174,10 +161,22 @@ class DiskStore:
             self._retiring -= 1
             self._give_back(record.blocks)
 
-    def _give_back(self, blocks: list[_Block]) -> None:
+    def _give_back(self, blocks: Sequence[_Block]) -> None:
         for block in blocks:
-            block.spool.give(block.offset, block.room)
-            next(share for share in self._shares if share.spool is block.spool).dealt_bytes -= block.room
+            block.place.is_block = False
+            self._give_unused(block.place)
+            self._drop_spare(block)
+
+    def _give_unused(self, place: Place) -> None:
+        if place.is_block or place.pins:
+            return
+        place.spool.give(place.offset, place.room)
+        next(share for share in self._shares if share.spool is place.spool).dealt_bytes -= place.room
+
+    def _drop_spare(self, block: _Block) -> None:
+        if block.spare is not None:
+            block.spare.is_block, spare, block.spare = False, block.spare, None
+            self._give_unused(spare)
 
     def _place(self, key: Key, sizes: list[int]) -> list[_Block]:
         """Room for each block, on the folder that is furthest behind its share and has room."""
@@ -185,10 +184,7 @@ class DiskStore:
         with self._table():
             try:
                 for nbytes in sizes:
-                    room = -(-nbytes // ALIGNMENT) * ALIGNMENT
-                    share, offset = self._find_room(room)
-                    share.dealt_bytes += room
-                    blocks.append(_Block(share.spool, offset, nbytes, room))
+                    blocks.append(_Block(self._take_place(nbytes), nbytes))
             except BaseException as error:
                 self._give_back(blocks)
                 if not isinstance(error, DiskFull):
@@ -198,6 +194,12 @@ class DiskStore:
                 where = ", ".join(spool.folder.path for spool in self._spools)
                 raise DiskFull(error.problem, where, None, key.unit, key.kind, self.rank, needed, free) from error
         return blocks
+
+    def _take_place(self, nbytes: int) -> Place:
+        room = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        share, offset = self._find_room(room)
+        share.dealt_bytes += room
+        return Place(share.spool, offset, room)
 
     def _find_room(self, room: int) -> tuple[_Share, int]:
         ranked = sorted(self._shares, key=lambda share: share.load_with(room))
@@ -221,13 +223,73 @@ class DiskStore:
         try:
             start = time.perf_counter()
             for _ in range(2):
-                self._repeat(self._pwrite, spool, memory, offset)
+                write_all(self._pwrite, spool, memory, offset)
             return 2 * nbytes / max(time.perf_counter() - start, 1e-6)
         except OSError as cause:
             problem = f"the first write failed: {cause.strerror or cause}"
             raise DiskError(problem, spool.folder.path, offset, rank=self.rank) from cause
         finally:
             spool.give(offset, nbytes)
+
+    # ---- pins: see tiers/pins.py ----
+
+    def pin(self, extents: Iterable[Extent]) -> Pin:
+        """Keep what these extents hold now, whatever is written to them later. Nothing may be under way; DiskFull, with
+        nothing pinned, if there is no room for what will be written meanwhile."""
+        self._check_usable("a pin")
+        with self._table():
+            records = [self._records[extent] for extent in extents]
+            blocks = [b for record in records for b in record.blocks if b.digest is not None]
+            added: list[_Block] = []
+            try:
+                for block in blocks:
+                    if block.spare is None:
+                        block.spare = self._take_place(block.nbytes)
+                        added.append(block)
+            except BaseException:
+                for block in added:
+                    self._drop_spare(block)
+                raise
+            for block in blocks:
+                block.place.pins += 1
+            rows = {r.extent: [_pinned(b) for b in r.blocks] for r in records}
+        return Pin(self, rows)
+
+    def unpin(self, pin: Pin) -> None:
+        """Undo a pin; by way of ``Pin.release``."""
+        if self._queue.foreign or not self._finalizer.alive:
+            return
+        with self._table():
+            for place in pin.places():
+                place.pins -= 1
+                place.spool.let_go(place.offset)
+                self._give_unused(place)
+            for extent in pin.blocks:
+                record = self._records.get(extent)
+                for block in record.blocks if record is not None else ():
+                    if not block.place.pins:
+                        self._drop_spare(block)
+
+    def read_pinned(self, block: PinnedBlock, into: Tensor, label: str) -> IOTicket:
+        """Read a block as it was when it was pinned, behind everything else."""
+        self._check_usable(label)
+        memory: Bytes = into.detach().numpy()
+        unit, _, kind = label.partition("/")
+
+        def work() -> None:
+            self._read_block(Key(unit, kind), _Block(block.place, block.nbytes, digest=block.digest), memory)
+
+        return self._queue.submit((block, 0), label, Priority.CHECKPOINT, work)
+
+    def _move_if_pinned(self, block: _Block) -> None:
+        """A block that is about to be written leaves its place to the pins."""
+        with self._table():
+            if not block.place.pins:
+                return
+            if block.spare is None:
+                raise InternalError("a pinned block has no spare place")
+            block.place.is_block = False
+            block.place, block.spare = block.spare, None
 
     # ---- requests ----
 
@@ -290,11 +352,12 @@ class DiskStore:
             self._retire(record)
 
     def _write_block(self, key: Key, block: _Block, memory: Bytes) -> None:
+        self._move_if_pinned(block)
         block.digest = None
         block.generation += 1
         try:
-            digest = _digest(memory)
-            self._transfer(self._pwrite, block, memory)
+            digest = digest_of(memory)
+            write_all(self._pwrite, block.place.spool, memory, block.place.offset)
         except BaseException as cause:
             reason = cause.strerror if isinstance(cause, OSError) else None
             error = self._error(DiskError, f"a write failed: {reason or repr(cause)}", key, block)
@@ -320,64 +383,21 @@ class DiskStore:
 
     def _try_read(self, key: Key, block: _Block, memory: Bytes) -> DiskError | None:
         try:
-            self._transfer(self._pread, block, memory)
+            read_all(self._pread, block.place.spool, memory, block.place.offset)
         except OSError as cause:
-            kind = DiskCorrupted if cause.errno == _ENDS_EARLY else DiskError
+            kind = DiskCorrupted if cause.errno == ENDS_EARLY else DiskError
             error = self._error(kind, f"a read failed: {cause.strerror or cause}", key, block)
             error.__cause__ = cause
             return error
-        if _digest(memory) != block.digest:
+        if digest_of(memory) != block.digest:
             problem = f"the bytes of write {block.generation} of this block did not come back"
             return self._error(DiskCorrupted, problem, key, block)
         return None
 
     def _error(self, kind: type[DiskError], problem: str, key: Key, block: _Block) -> DiskError:
-        return kind(problem, block.spool.folder.path, block.offset, key.unit, key.kind, self.rank)
+        return kind(problem, block.place.spool.folder.path, block.place.offset, key.unit, key.kind, self.rank)
 
     # ---- bytes ----
-
-    def _transfer(self, call: Call, block: _Block, memory: Bytes) -> None:
-        """Move all bytes of a block: as they lie where the file allows it, the rest through the bounce buffer."""
-        spool, nbytes = block.spool, block.nbytes
-        whole = nbytes
-        if spool.direct:
-            whole = nbytes // ALIGNMENT * ALIGNMENT if memory.ctypes.data % ALIGNMENT == 0 else 0
-        for start in range(0, whole, _PIECE):
-            self._repeat(call, spool, memory[start : min(start + _PIECE, whole)], block.offset + start)
-        for start in range(whole, nbytes, _BOUNCE):
-            part = memory[start : start + _BOUNCE]
-            padded = self._buffer()[: -(-part.nbytes // ALIGNMENT) * ALIGNMENT]
-            if call == self._pwrite:
-                np.copyto(padded[: part.nbytes], part)
-                self._repeat(call, spool, padded, block.offset + start)
-            else:
-                self._repeat(call, spool, padded, block.offset + start)
-                np.copyto(part, padded[: part.nbytes])
-
-    def _repeat(self, call: Call, spool: Spool, memory: Bytes, offset: int) -> None:
-        """Call until everything is moved. A part that ends between two sectors is moved again from the last whole one."""
-        done = interrupted = stuck = 0
-        while done < memory.nbytes:
-            try:
-                moved = call(spool.fd, memory[done:], offset + done)
-            except (InterruptedError, BlockingIOError):
-                interrupted += 1
-                if interrupted == _INTERRUPTED_TRIES:
-                    raise
-                time.sleep(0.001)
-                continue
-            if spool.direct and done + moved < memory.nbytes:
-                moved -= moved % ALIGNMENT
-            interrupted, stuck = 0, 0 if moved else stuck + 1
-            if stuck == _STUCK_TRIES:
-                raise OSError(_ENDS_EARLY, f"the file ends at {offset + done} or inside the sector there")
-            done += moved
-
-    def _buffer(self) -> Bytes:
-        found: Bytes | None = getattr(self._bounce, "memory", None)
-        if found is None:
-            found = self._bounce.memory = np.frombuffer(mmap.mmap(-1, _BOUNCE), dtype=np.uint8)
-        return found
 
     def _pread(self, fd: int, memory: Bytes, offset: int) -> int:
         return os.preadv(fd, [memory.data], offset)
@@ -386,10 +406,8 @@ class DiskStore:
         return os.pwritev(fd, [memory.data], offset)
 
 
-def _digest(memory: Bytes) -> int:
-    hasher = xxhash.xxh3_64()
-    hasher.update(memory.data)  # lets go of the interpreter lock while it hashes: compute goes on next to it
-    return hasher.intdigest()
+def _pinned(block: _Block) -> PinnedBlock | None:
+    return None if block.digest is None else PinnedBlock(block.place, block.nbytes, block.digest)
 
 
 def _close_spools(spools: list[Spool]) -> None:

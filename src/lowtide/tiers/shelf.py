@@ -7,6 +7,7 @@ live, and what fits in memory stays there.
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,15 @@ from lowtide.tiers.arena import Arena, Block
 from lowtide.tiers.store import Extent, IOTicket, Key, Priority, Store
 
 _WAIT = 300.0  # seconds that a lease waits for other leases' buffers
+
+
+class Access(enum.Enum):
+    """What a lease is for."""
+
+    READ = enum.auto()
+    CHANGE = enum.auto()
+    REPLACE = enum.auto()
+    """All bytes will be written: what they were need not be read."""
 
 
 class Lease(Protocol):
@@ -117,6 +127,11 @@ class Shelf:
     def memory_bytes(self) -> int:
         """What it takes of memory for good."""
         return self.block.nbytes if self.block is not None else 0
+
+    @property
+    def extent(self) -> Extent | None:
+        """Where it is in its store; None if it is in memory."""
+        return self._extent
 
     def has(self, chunk: int) -> bool:
         """Whether the chunk was ever written."""

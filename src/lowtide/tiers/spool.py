@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -19,7 +20,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 from lowtide.errors import DiskFull, SpoolRefused
@@ -34,6 +35,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LOCK_PATIENCE = 5.0  # seconds; the user's folder is locked only while a job's folder is made or removed
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
 _warned: set[str] = set()
 
@@ -59,10 +61,14 @@ class Spool:
         self.size_bytes = 0
         self._pid = os.getpid()
         self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset, neighbours merged
+        self._kept: dict[int, list[int]] = {}  # offset: bytes, and how many checkpoints refer to them
         self._home = JobFolder(folder.path, rank=rank)
         self.path = self._home.path
         try:
-            self.fd, self.direct = _open_file(self._home, rank)
+            self.fd, self.direct, self._never_named = _open_file(self._home, rank)
+            # Held as long as the job lives: whoever finds the file in a checkpoint can tell whether it is still written to.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self.fd, fcntl.LOCK_SH)
         except BaseException:
             self._home.remove()
             raise
@@ -125,13 +131,43 @@ class Spool:
             return inside + max(outside, 0)
         return inside
 
+    # -- places that a checkpoint refers to ---------------------------------------------------------------------------
+
+    def link(self, folder: int, name: str) -> None:
+        """Give the file a name in ``folder``, a descriptor, and make sure that what is in it is on the disk."""
+        os.link(f"/proc/self/fd/{self.fd}", name, dst_dir_fd=folder, follow_symlinks=True)
+        os.fdatasync(self.fd)
+
+    def can_link_to(self, folder: int) -> bool:
+        """Whether the file could get a name in ``folder``: same filesystem, and it never had one that was removed."""
+        return self._never_named and os.fstat(folder).st_dev == os.fstat(self.fd).st_dev
+
+    def links(self) -> int:
+        """How many names the file has."""
+        return os.fstat(self.fd).st_nlink
+
+    def keep(self, offset: int, nbytes: int) -> None:
+        """These bytes stay when the job ends."""
+        self._kept.setdefault(offset, [nbytes, 0])[1] += 1
+
+    def let_go(self, offset: int) -> None:
+        """Undo one ``keep``, if there was one."""
+        entry = self._kept.get(offset)
+        if entry is not None:
+            entry[1] -= 1
+            if not entry[1]:
+                del self._kept[offset]
+
     def close(self) -> None:
         """Free the space and remove the job's folder. Idempotent; in a forked process it does nothing."""
         if os.getpid() != self._pid or self.fd < 0:
             return
         fd, self.fd = self.fd, -1
         with contextlib.suppress(OSError):
-            os.ftruncate(fd, 0)  # forked processes may hold the file open; the space should not wait for them
+            if self._kept and os.fstat(fd).st_nlink:
+                free_all_but(fd, [(offset, nbytes) for offset, (nbytes, _) in self._kept.items()])
+            else:
+                os.ftruncate(fd, 0)  # forked processes may hold the file open; the space should not wait for them
         os.close(fd)
         self._home.remove()
 
@@ -292,14 +328,14 @@ def _folder_locked(fd: int) -> Generator[bool, None, None]:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def _open_file(home: JobFolder, rank: int) -> tuple[int, bool]:
-    """An empty file without a name in ``home``, and whether it bypasses the page cache."""
+def _open_file(home: JobFolder, rank: int) -> tuple[int, bool, bool]:
+    """An empty file without a name in ``home``, whether it bypasses the page cache, and whether it never had a name."""
     in_memory = _filesystem(home.fd) in _MEMORY_FILESYSTEMS
     attempts = [os.O_DIRECT, 0] if hasattr(os, "O_DIRECT") and not in_memory else [0]
-    fd, direct = -1, False
+    fd, direct, never_named = -1, False, False
     for flag in attempts:
         try:
-            fd = _open_nameless(home, flag)
+            fd, never_named = _open_nameless(home, flag)
         except OSError as cause:
             if flag and cause.errno in _CANNOT:
                 continue
@@ -308,18 +344,18 @@ def _open_file(home: JobFolder, rank: int) -> tuple[int, bool]:
         break
     if not direct:
         _warn_once(os.path.dirname(home.path), in_memory=in_memory)
-    return fd, direct
+    return fd, direct, never_named
 
 
-def _open_nameless(home: JobFolder, flag: int) -> int:
+def _open_nameless(home: JobFolder, flag: int) -> tuple[int, bool]:
     try:
-        return os.open(".", os.O_TMPFILE | os.O_RDWR | flag, 0o600, dir_fd=home.fd)
+        return os.open(".", os.O_TMPFILE | os.O_RDWR | flag, 0o600, dir_fd=home.fd), True
     except OSError as error:
         if error.errno not in _CANNOT:
             raise
     fd = os.open(_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flag, 0o600, dir_fd=home.fd)
     os.unlink(_FILE, dir_fd=home.fd)
-    return fd
+    return fd, False
 
 
 def _direct_works(fd: int) -> bool:
@@ -358,6 +394,26 @@ def _filesystem(fd: int) -> str:
             if mount.split()[2] == wanted:
                 return filesystem.split()[0]
     return ""
+
+
+def free_all_but(fd: int, kept: Iterable[tuple[int, int]]) -> int:
+    """Give the space of everything else in the file back to the filesystem; how many bytes that were at most."""
+    end = freed = 0
+    size = os.fstat(fd).st_size
+    for offset, nbytes in [*sorted(kept), (size, 0)]:
+        if offset > end:
+            _punch(fd, end, offset - end)
+            freed += offset - end
+        end = max(end, offset + nbytes)
+    return freed
+
+
+def _punch(fd: int, offset: int, nbytes: int) -> None:
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _allocate(fd: int, offset: int, nbytes: int) -> None:

@@ -1,0 +1,336 @@
+"""Loading: from the newest checkpoint that verifies into any number of ranks, any stage, units, tiers and budget.
+
+Every rank reads the elements that it answers for, wherever the writer put them, a chunk at a time. A checkpoint that turns out
+to be damaged is passed over, on all ranks together, and the one before it is loaded instead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowtide.checkpoint import folder, objects, rng, tree
+from lowtide.checkpoint.source import Source, open_source
+from lowtide.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch, CheckpointTooNew, Error, NoCheckpoint
+from lowtide.runtime.contents import PARAMETERS, STATE, Contents
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.unit import Unit
+from lowtide.tiers.shelf import Access
+
+_log = logging.getLogger("lowtide")
+
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+    world_size: int
+    passed_over: tuple[str, ...]
+    """Checkpoints that were not loaded, each with the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a caller asked for."""
+
+    path: Path
+    state: Mapping[str, Any]
+    strict: bool
+    progress: Report | None
+
+
+def load(engine: Engine, optimizer: Optimizer | None, wish: Wish) -> Loaded:
+    """Every rank calls this."""
+    candidates, passed_over = _candidates(engine, wish.path)
+    engine.before_load()
+    for path in candidates:
+        problem, extra = _try(engine, optimizer, wish, path)
+        if problem is None:
+            step, world_size = _facts_of(path)
+            return Loaded(path, step, extra, world_size, tuple(passed_over))
+        passed_over.append(problem)
+        if engine.group.rank == 0:
+            _log.warning("passed over: %s", problem)
+    listed = "; ".join(passed_over)
+    engine.poison("loading a checkpoint failed half-way")
+    raise NoCheckpoint(f"none of the checkpoints there can be loaded: {listed}", str(wish.path))
+
+
+def _facts_of(path: Path) -> tuple[int, int]:
+    manifest = folder.read_manifest(path)
+    return manifest.step, manifest.world_size
+
+
+def _candidates(engine: Engine, path: Path) -> tuple[list[Path], list[str]]:
+    """Which checkpoints to try, the same on all ranks: rank 0 has looked."""
+    said, refused = "", None
+    if engine.group.rank == 0:
+        try:
+            names, passed_over = _look(path)
+            said = json.dumps({"names": names, "passed_over": passed_over})
+        except CheckpointError as error:
+            refused = error
+            said = json.dumps({"problem": error.problem})
+    answer = json.loads(engine.exchange.texts("checkpoints", said)[0])
+    if "problem" in answer:
+        raise refused if refused is not None else CheckpointError(answer["problem"], str(path))
+    return [path / name for name in answer["names"]], answer["passed_over"]
+
+
+def _look(path: Path) -> tuple[list[str], list[str]]:
+    """The names to try in ``path``, and what was passed over."""
+    if folder.is_checkpoint(path):
+        folder.read_manifest(path)
+        return ["."], []
+    found, refused = folder.checkpoints(path)
+    reasons = [f"{where.name}: {error.problem}" for where, error in refused]
+    for reason, (_, error) in zip(reasons, refused, strict=True):
+        if isinstance(error, CheckpointTooNew):
+            raise error
+        _log.warning("passed over: %s", reason)
+    if not found:
+        problem = f"nothing there can be used: {'; '.join(reasons)}" if reasons else "there is no checkpoint"
+        raise NoCheckpoint(problem, str(path))
+    return [f.path.name for f in found], reasons
+
+
+def _try(engine: Engine, optimizer: Optimizer | None, wish: Wish, path: Path) -> tuple[str | None, dict[str, Any]]:
+    """Load one; what is wrong with it if it is damaged, on any rank."""
+    failure: CheckpointError | None = None
+    extra: dict[str, Any] = {}
+    try:
+        with open_source(path) as source:
+            with _believing_nothing(path):
+                loading = _Loading(engine, optimizer, wish, source)
+                loading.compare()
+                loading.run()
+                state, random, extra = loading.objects()
+            for name, value in state.items():
+                wish.state[name].load_state_dict(value)
+            if random is not None:
+                rng.restore(random)
+    except CheckpointError as error:
+        failure = error
+    kind = type(failure).__name__ if failure is not None else ""
+    told = engine.exchange.texts(f"loading {path.name}", f"{kind}\0{failure.problem}" if failure is not None else "")
+    first = next(((rank, text) for rank, text in enumerate(told) if text), None)
+    if first is None:
+        return None, extra
+    kind, _, problem = first[1].partition("\0")
+    if kind == CheckpointMismatch.__name__:  # an older one would not fit either
+        raise failure if isinstance(failure, CheckpointMismatch) else CheckpointMismatch(problem, str(path))
+    where = f" (rank {first[0]})" if engine.group.size > 1 else ""
+    return f"{path.name}{where}: {problem}", {}
+
+
+@contextmanager
+def _believing_nothing(path: Path) -> Generator[None]:
+    """Values of the wrong kind where the format has others: damage, or somebody's work; not a bug of ours."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+        if isinstance(error, Error):
+            raise
+        raise CheckpointCorrupted(f"a value in it cannot be used: {type(error).__name__}: {error!s:.100}", str(path)) from error
+
+
+class _Loading:
+    """One checkpoint on its way into one rank."""
+
+    def __init__(self, engine: Engine, optimizer: Optimizer | None, wish: Wish, source: Source) -> None:
+        self._engine, self._optimizer, self._wish, self._source = engine, optimizer, wish, source
+        self._contents = Contents(engine, optimizer)
+        self._model: Any = source.tables[0].objects["model"]
+        self._names = self._matched()
+        self._done = 0
+        self._total = sum(u.layout.shard_bytes(engine.group.shard.rank) for u in engine.units)
+
+    def _matched(self) -> dict[str, str]:
+        """Names of this model to names in the checkpoint; tied parameters may have been saved under another of theirs."""
+        saved, others = self._source.parameters, self._model.get("aliases") or {}
+        mine: dict[str, list[str]] = {}
+        for alias, name in objects.aliases(self._engine).items():
+            mine.setdefault(name, []).append(alias)
+        out: dict[str, str] = {}
+        for name in (n for unit in self._engine.units for n in unit.names):
+            found = next((others.get(n, n) for n in (name, *mine.get(name, ())) if others.get(n, n) in saved), None)
+            if found is not None:
+                out[name] = found
+        return out
+
+    def compare(self) -> None:
+        """Raise CheckpointMismatch if the checkpoint is of another model; nothing has changed yet."""
+        here = {n: s for unit in self._engine.units for n, s in zip(unit.names, unit.layout.params, strict=True)}
+        for name, saved in self._names.items():
+            shape = self._source.parameters[saved].shape
+            if tuple(here[name].shape) != shape:
+                raise self._mismatch(f"{name!r} is {tuple(here[name].shape)} here and {shape} in the checkpoint")
+        if self._optimizer is not None and self._model.get("groups") is None and self._wish.strict:
+            raise self._mismatch("it was saved without an optimizer")
+        if self._wish.strict:
+            missing = [n for n in here if n not in self._names]
+            known = {*self._names.values(), *objects.persistent_buffers(self._engine.model)}
+            unexpected = [n for n in self._source.parameters if n not in known]
+            for names, where in ((missing, "the checkpoint lacks"), (unexpected, "the model lacks")):
+                if names:
+                    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                    raise self._mismatch(f"{where} {names[0]!r}{more}")
+            self._compare_groups()
+            lacking = sorted(set(self._wish.state) - set(self._saved_state()))
+            if lacking:
+                raise self._mismatch(f"it has no state {lacking[0]!r}")
+
+    def _compare_groups(self) -> None:
+        if self._optimizer is None or self._model.get("groups") is None:
+            return
+        saved, here = self._model["groups"], self._optimizer.param_groups
+        if len(saved) != len(here):
+            raise self._mismatch(f"the optimizer has {len(here)} groups here and {len(saved)} in the checkpoint")
+        for number, (old, new) in enumerate(zip(saved, here, strict=True)):
+            names = [self._names.get(self._engine.name_of[p]) for p in new["params"]]
+            if sorted(map(str, names)) != sorted(map(str, old["parameters"])):
+                raise self._mismatch(f"group {number} of the optimizer has other parameters")
+
+    def _mismatch(self, problem: str) -> CheckpointMismatch:
+        return CheckpointMismatch(problem, str(self._source.path))
+
+    # -- everything ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Replace every number of the model and the optimizer."""
+        engine = self._engine
+        engine.residency.forget()
+        if self._optimizer is not None and self._model.get("groups") is not None:
+            self._load_small_states(self._optimizer)
+        for unit in engine.units:
+            for kind in self._kinds(unit):
+                for number in range(len(unit.chunks)):
+                    self._load_chunk(unit, kind, number)
+        self._load_buffers()
+        engine.scale.restore(self._model["scale"])
+        engine.steps_taken = self._source.manifest.step
+        engine.after_load()
+
+    def _kinds(self, unit: Unit) -> list[str]:
+        """What is loaded: without saved states, those that are here stay as they are."""
+        kinds = self._contents.kinds(unit)
+        return kinds if self._model.get("groups") is not None else [k for k in kinds if not k.startswith(STATE)]
+
+    def _load_chunk(self, unit: Unit, kind: str, number: int) -> None:
+        names = [self._names.get(unit.names[part.index]) for part in unit.chunks[number].parts]
+        if not any(names):
+            return
+        # strict=False: what the checkpoint lacks stays as it is
+        how = Access.REPLACE if all(names) else Access.CHANGE
+        with self._contents.open(unit, kind, number, how) as rows, torch.no_grad():
+            for cut, tensor in rows:
+                name = self._names.get(unit.names[cut.index])
+                if name is not None:
+                    self._fill(unit, kind, name, cut.lo, cut.hi, cut.index, tensor)
+                    if kind == PARAMETERS:
+                        self._note(tensor.nbytes)
+
+    def _fill(self, unit: Unit, kind: str, name: str, lo: int, hi: int, index: int, out: Tensor) -> None:
+        found = self._source.best(kind, name, out.dtype)
+        if found is None:
+            out.zero_()  # a state that its optimizer did not have yet
+            return
+        facts, here = self._source.parameters[name], unit.layout.params[index]
+        if facts.stride == tuple(here.stride) or facts.numel < 2 or lo == hi:
+            self._source.read_into(found, name, lo, hi, out)
+            return
+        # Saved in another order of memory (channels_last): bring it whole and cut it here.
+        dtype = self._source.dtype(found, name) or out.dtype
+        whole = torch.empty(facts.numel, dtype=dtype)
+        self._source.read_into(found, name, 0, facts.numel, whole)
+        ordered = torch.empty_strided(here.shape, here.stride, dtype=dtype)
+        ordered.copy_(whole.as_strided(facts.shape, facts.stride))
+        out.copy_(ordered.as_strided((facts.numel,), (1,))[lo:hi])
+
+    def _note(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._wish.progress is not None:
+            self._wish.progress(min(self._done, self._total), self._total)
+
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def _load_small_states(self, optimizer: Optimizer) -> None:
+        self._contents.forget_states()
+        saved = self._small_states()
+        for unit in self._engine.units:
+            for param, own in zip(unit.params, unit.names, strict=True):
+                name = self._names.get(own)
+                if name in saved and self._contents.holds(param):
+                    rank, row = saved[name]
+                    self._set_states(param, name, self._decode(row, rank))
+        if len(optimizer.param_groups) == len(self._model["groups"]):
+            for group, old in zip(optimizer.param_groups, self._model["groups"], strict=True):
+                options = self._decode(old["options"], 0)
+                group.update({key: value for key, value in options.items() if key not in ("params", "param_names")})
+
+    def _set_states(self, param: nn.Parameter, name: str, small: dict[str, Any]) -> None:
+        kinds = [kind for kind in self._source.kinds(name) if kind.startswith(STATE)]
+        large = {kind.removeprefix(STATE): self._source.dtype(kind, name) or torch.float32 for kind in kinds}
+        self._contents.set_states(param, small, large)
+
+    def _small_states(self) -> dict[str, tuple[int, Any]]:
+        """By name of the parameter: the rank that has them, and what they are."""
+        out: dict[str, tuple[int, Any]] = {}
+        for table in self._source.tables:
+            rows: Any = table.objects.get("small")
+            for name, row in (rows if isinstance(rows, dict) else {}).items():
+                out.setdefault(name, (table.rank, row))
+        return out
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def _load_buffers(self) -> None:
+        saved = self._decode(self._model["buffers"], 0)
+        for name, buffer in objects.persistent_buffers(self._engine.model).items():
+            value = saved.get(name)
+            if value is None and name in self._source.parameters:  # imported weights do not tell the two apart
+                value = torch.empty(self._source.parameters[name].shape, dtype=self._source.parameters[name].dtype)
+                self._source.read_into(PARAMETERS, name, 0, value.numel(), value.view(-1))
+            if value is None:
+                if self._wish.strict:
+                    raise self._mismatch(f"the checkpoint lacks the buffer {name!r}")
+                continue
+            if value.shape != buffer.shape:
+                raise self._mismatch(
+                    f"the buffer {name!r} is {tuple(buffer.shape)} here and {tuple(value.shape)} in the checkpoint"
+                )
+            buffer.detach().copy_(value)
+
+    def objects(self) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
+        """For the caller's objects, for the random number generators (this rank's, if it was there), and ``extra``."""
+        rank = self._engine.group.rank
+        same = rank < self._source.manifest.world_size
+        mine = self._source.tables[rank if same else 0]
+        saved: Any = mine.objects["state"]
+        state = {name: self._decode(saved[name], mine.rank) for name in self._wish.state if name in saved}
+        random = self._decode(mine.objects["rng"], mine.rank) if same else None  # or imported: there are none
+        return state, random, self._decode(self._model["extra"], 0)
+
+    def _saved_state(self) -> dict[str, Any]:
+        saved: Any = self._source.tables[0].objects.get("state")
+        return saved if isinstance(saved, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+    def _decode(self, value: Any, rank: int) -> Any:
+        def get(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return self._source.object(rank, name, shape, dtype)
+
+        return tree.decode(value, get, str(self._source.path))
