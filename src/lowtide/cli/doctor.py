@@ -119,7 +119,7 @@ class _Examiner:
 
         hardware = cached_machine(None, tell=self._tell) if self.remembers else None
         if hardware is None and self.measures:
-            self._tell("measuring this machine, which takes about 15 seconds")
+            self._tell("measuring this machine, which takes about 20 seconds")
             hardware = probe_machine(None, tell=self._tell)
             self._keep(lambda: cache_machine(hardware, None))
         return hardware

@@ -1,8 +1,7 @@
 """From a model and a machine to seconds and bytes: what the programme is given, and what it need not place.
 
-[Note: seconds of work] A kernel is either a matrix product, which runs at the speed the probe measured for its dtype, or it
-moves memory, and runs at the speed of that; every kernel must be started, and memory that is new costs page faults on a CPU.
-The sum of the four is within about 15 % of what a step takes (benchmarks/plan.py); nothing is fitted to a model.
+Seconds are those of the kernels (spec/probe_step.py), divided by what a step of a small transformer reached of them on this
+machine. Nothing is fitted to the model that is planned; benchmarks/plan.py measures how far off the sum is.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from lowtide.planning.formulas import KindBytes, UnitBytes, unit_from_facts
 from lowtide.planning.options import Load, Phase, Rates, Resource, UnitNeeds
 from lowtide.spec.hardware import Disk, Hardware, Wire
 from lowtide.spec.model import ModelSpec, UnitFacts, Work
+from lowtide.spec.probe_step import seconds_of
 from lowtide.stages import Stage
 
 PROCESS_BYTES = 240 << 20
 """Python, torch and its threads, before there is a model."""
-_DISK_BUSY = 0.15
-"""Of the seconds in which the disk works, so many are lost to compute on a CPU: checksums and system calls."""
 _SPILL_BANDWIDTH = 3e9
 _OF_DATA_SHEET = 0.5
 """What large transformers usually reach of the peak that a data sheet gives."""
@@ -48,16 +46,16 @@ class Share:
         return 1 if self.separate else self.local_ranks
 
     def seconds(self, work: Work, dtype: str) -> float:
-        """See [Note: seconds of work]."""
+        """Of all kernels; ranks that share a processor wait for each other, but each starts its own."""
         compute = self.hardware.compute
-        flops = (compute.flops.get(dtype) or max(compute.flops.values())) * self._reached
-        busy = work.flops / flops + work.moved_bytes / compute.bandwidth + work.fresh_bytes * compute.fault_seconds
+        busy = seconds_of(replace(work, operations=0), compute, dtype) / self._reached
         return busy * self.cores_shared_by + work.operations * compute.op_seconds
 
     @property
     def _reached(self) -> float:
-        """The part of the figure for matrix products that a model reaches: a probe measures it, a data sheet promises more."""
-        return 1.0 if self.hardware.source.startswith(("measured", "assumed")) else _OF_DATA_SHEET
+        """The part of the speed of its kernels that a model reaches: a probe measures it, a data sheet promises more."""
+        measured = self.hardware.source.startswith(("measured", "assumed"))
+        return self.hardware.compute.reached if measured else _OF_DATA_SHEET
 
     def moved_seconds(self, nbytes: float) -> float:
         """For a kernel that does nothing but read and write so many bytes."""
@@ -103,7 +101,7 @@ def disk_rates(disks: Sequence[Disk], ranks: int) -> Rates:
     return Rates(
         disk_read=ranks * together / read,
         disk_write=ranks * together / write,
-        disk_busy=_DISK_BUSY,
+        disk_busy=sum(d.busy for d in disks) / len(disks),
         spill=1 / _SPILL_BANDWIDTH,
     )
 

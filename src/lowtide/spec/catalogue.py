@@ -19,7 +19,7 @@ from lowtide.errors import ArgumentError
 from lowtide.spec.hardware import Hardware
 
 _MOST_BYTES = 1 << 20
-_MAY_BE_ZERO = {"fault_seconds", "free_bytes"}
+_MAY_BE_ZERO = {"busy", "fault_seconds", "free_bytes"}
 
 
 def names() -> list[str]:

@@ -24,6 +24,8 @@ class Compute:
     """Per byte of fresh memory, on top of the work in it: what page faults cost a CPU. 0 where memory is kept."""
     memory_bytes: int | None = None
     """Memory of its own; ``None``: it computes in the host's."""
+    reached: float = 1.0
+    """What a training step reaches of the speed that its kernels reach one by one, each at its best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class Disk:
     free_bytes: int
     direct: bool = True
     """Whether it can be used past the page cache."""
+    busy: float = 0.15
+    """Of the seconds in which it works, so many are lost to compute on the host: checksums, system calls, threads that wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 
 import torch
@@ -28,6 +29,7 @@ from lowtide.spec.probe_compute import (
 )
 from lowtide.spec.probe_disk import measure_disk
 from lowtide.spec.probe_limits import processor, usable_cores
+from lowtide.spec.probe_step import ReferenceStep, share_reached
 from lowtide.spec.probe_wire import measure_wire
 
 __all__ = [
@@ -70,7 +72,7 @@ class Effort:
 
 
 FULL = Effort(seconds=0.5, tensor_bytes=128 << 20, largest_side=4096, disk_seconds=0.8, disk_bytes=1 << 30, wire_deadline=12.0)
-"""About 15 seconds in all."""
+"""About 20 seconds in all."""
 
 
 def probe_machine(folder: str | None, *, tell: Callable[[str], None], effort: Effort = FULL) -> Hardware:
@@ -102,11 +104,16 @@ def probe_machine(folder: str | None, *, tell: Callable[[str], None], effort: Ef
 def probe_disk(folder: str, *, tell: Callable[[str], None], effort: Effort = FULL) -> Disk | None:
     """Measure the disk of ``folder``; ``None``, and why, if it cannot be."""
     try:
-        disk = measure_disk(folder, most_bytes=effort.disk_bytes, seconds=effort.disk_seconds)
+        with _threads(effort.threads or usable_cores()):
+            beside = (
+                None if torch.accelerator.is_available() else functools.partial(ReferenceStep(_CPU).run, 2 * effort.seconds)
+            )
+            disk = measure_disk(folder, most_bytes=effort.disk_bytes, seconds=effort.disk_seconds, beside=beside)
     except DiskError as error:
         tell(str(error))
         return None
-    tell(f"disk: read {disk.read / 1e9:.2f}, write {disk.write / 1e9:.2f}, mixed {disk.mixed / 1e9:.2f} GB/s ({folder})")
+    speeds = f"read {disk.read / 1e9:.2f}, write {disk.write / 1e9:.2f}, mixed {disk.mixed / 1e9:.2f} GB/s"
+    tell(f"disk: {speeds}; {disk.busy:.0%} of compute is lost while it works ({folder})")
     return disk
 
 
@@ -134,7 +141,7 @@ def _measure_compute(device: torch.device, nbytes: int, effort: Effort, tell: Ca
         f"elementwise: {bandwidth / 1e9:.1f} GB/s; {started * 1e6:.1f} µs to start a kernel; "
         f"{fault * 2**30:.2f} s per GiB of fresh memory"
     )
-    return Compute(
+    compute = Compute(
         name=processor() if device == _CPU else accelerators()[0],
         flops=flops,
         bandwidth=bandwidth,
@@ -142,6 +149,10 @@ def _measure_compute(device: torch.device, nbytes: int, effort: Effort, tell: Ca
         fault_seconds=fault,
         memory_bytes=None if device == _CPU else torch.accelerator.get_memory_info()[1],
     )
+    step = ReferenceStep(device)
+    compute = replace(compute, reached=share_reached(step.best_seconds(compute), step.run(4 * effort.seconds)))
+    tell(f"a training step reaches {compute.reached:.0%} of that")
+    return compute
 
 
 _LARGEST_KEPT = 40 << 20

@@ -30,7 +30,7 @@ from lowtide.spec.probe_assumed import assumed_disk
 from lowtide.spec.probe_disk import device_of, free_bytes
 from lowtide.spec.probe_limits import processor, usable_cores
 
-_FORMAT = 1
+_FORMAT = 2
 """Goes up when the file changes, or the way of measuring."""
 _MOST_BYTES = 1 << 16
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import secrets
@@ -15,7 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import xxhash
 
 from lowtide.errors import DiskError, DiskFull, SpoolRefused
 from lowtide.spec.hardware import Disk
@@ -25,6 +28,8 @@ MOST_BYTES = 1 << 30
 _REQUEST = 4 << 20
 _PAGE = 4096
 _THREADS = 8
+_TIER_THREADS = 4
+"""Of the disk tier."""
 _LEAST_REQUESTS = 2
 _SHARE_OF_FREE = 4
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
@@ -42,15 +47,18 @@ class _File:
     """One per thread."""
 
 
-def measure_disk(folder: str, *, most_bytes: int, seconds: float) -> Disk:
-    """Read, write and mixed speed of ``folder``, ``seconds`` for each; or a DiskError that says why it cannot be measured."""
+def measure_disk(folder: str, *, most_bytes: int, seconds: float, beside: Callable[[], float] | None = None) -> Disk:
+    """Read, write and mixed speed of ``folder``, ``seconds`` for each; or a DiskError that says why it cannot be measured.
+
+    ``beside`` computes something and says how long it took: it shows what a busy disk costs compute.
+    """
     free = free_bytes(folder)
     size = min(most_bytes, MOST_BYTES, free // _SHARE_OF_FREE) // _REQUEST * _REQUEST
     if size < _LEAST_REQUESTS * _REQUEST:
         raise DiskFull("too little room to measure it", folder, needed_bytes=_LEAST_REQUESTS * _REQUEST, free_bytes=free)
     try:
         with _private_file(folder, size) as file:
-            return _measure(file, seconds, free)
+            return _measure(file, seconds, free, beside)
     except DiskError:
         raise
     except OSError as cause:
@@ -84,13 +92,38 @@ def is_memory(folder: str) -> bool:
     return device_of(folder)[1] in _IN_MEMORY
 
 
-def _measure(file: _File, seconds: float, free: int) -> Disk:
+def _measure(file: _File, seconds: float, free: int, beside: Callable[[], float] | None) -> Disk:
     # The first pass writes into space that was only reserved, which costs the filesystem extra and happens once in a job.
     held, _ = _run(file, _Requests(held=file.requests, once=True), seconds)
     write = _rate(file, _Requests(held=held), seconds)
     read = _rate(file, _Requests(held=held, reads=2), seconds)
     mixed = _rate(file, _Requests(held=held, reads=1), seconds)
-    return Disk(read=read, write=write, mixed=mixed, free_bytes=free, direct=file.direct)
+    disk = Disk(read=read, write=write, mixed=mixed, free_bytes=free, direct=file.direct)
+    return disk if beside is None else replace(disk, busy=_lost(file, _Requests(held=held, reads=1), beside))
+
+
+def _lost(file: _File, requests: _Requests, beside: Callable[[], float]) -> float:
+    """Which share of compute is lost while the disk works and every byte is hashed, as the disk tier does."""
+    alone = beside()
+    stop = threading.Event()
+    numbers = itertools.count()
+
+    def work(buffer: mmap.mmap) -> None:
+        while not stop.is_set():
+            is_read, place = requests[next(numbers)]
+            _transfer(os.preadv if is_read else os.pwritev, file.fd, buffer, place * _REQUEST)
+            hasher = xxhash.xxh3_64()
+            hasher.update(buffer)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        futures = [pool.submit(work, buffer) for buffer in file.buffers[:_TIER_THREADS]]
+        try:
+            disturbed = beside()
+        finally:
+            stop.set()
+        for future in futures:
+            future.result()
+    return min(max(0.0, 1 - alone / disturbed), 0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
