@@ -85,6 +85,7 @@ TO = [Setup(), Setup(stage=3, disk=True, resident="mixed", chunk_bytes=8192, upd
 TO += [Setup(ranks=2, stage=2), Setup(ranks=3, stage=3, disk=True), Setup(ranks=3, stage=0)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("to", TO, ids=lambda s: f"to-{s}")
 @pytest.mark.parametrize("of", FROM, ids=lambda s: f"from-{s}")
 def test_any_setup_loads_what_any_other_saved(tmp_path: Path, of: Setup, to: Setup) -> None:

@@ -123,7 +123,13 @@ def _candidate(
     problem = Problem(
         units=needs_of(model, share, stage, kinds),
         rates=rates_of(share, disk),
-        way=replace(_way(request, share, streamed=streamed), slots=slots, chunk_bytes=chunk_bytes),
+        way=replace(
+            _way(request, share, streamed=streamed),
+            slots=slots,
+            chunk_bytes=chunk_bytes,
+            # Where there is a disk to go to, the room for gradients is taken once and stays, wherever it is.
+            gradients_stay=streamed or _disk(share.hardware, request) is not None,
+        ),
         room={tier: capacity[tier] - fixed.get(tier, 0) for tier in capacity},
         policies=(policies or ("keep",),) * len(model.units),
         fixed=_stuck(stage, share),
@@ -156,7 +162,7 @@ def _way(request: Request, share: Share, *, streamed: bool) -> Way:
     if request.update == "backward":
         return Way(update_in=Phase.BACKWARD, slots_in_update=alone)
     put_off = streamed and alone and not share.separate and request.accumulate == 1
-    return Way(update_in=Phase.FORWARD if put_off else Phase.UPDATE, slots_in_update=put_off, gradients_stay=streamed)
+    return Way(update_in=Phase.FORWARD if put_off else Phase.UPDATE, slots_in_update=put_off)
 
 
 def _capacity(share: Share, request: Request, disk: Disk | None) -> dict[Tier, int]:
@@ -225,7 +231,7 @@ def _plan(model: ModelSpec, hardware: Hardware, request: Request, candidate: Can
         tiers=tiers,
         phases=_phases(solution),
         predicted_seconds=solution.seconds if model.batch else 0.0,
-        predicted_peak_bytes=host.peak_bytes * share.local_ranks,
+        predicted_peak_bytes=_likely_peak(host, share) * share.local_ranks,
         traffic_bytes=_traffic(candidate, solution),
     )
 
@@ -240,6 +246,13 @@ def _unit_plan(unit: UnitNeeds, row: tuple[Option, ...], near: Tier) -> UnitPlan
         optimizer=where[2],
         activations=names.get(Kind.ACTIVATIONS, "keep"),
     )
+
+
+def _likely_peak(host: TierPlan, share: Share) -> int:
+    """What a rank will be seen to use. A plan must hold, so it counts all of the slack; of that the allocator uses about half
+    on one rank. On several, the buffers of the process groups take the rest."""
+    slack = slack_of(host.capacity_bytes)
+    return host.peak_bytes - (slack // 2 if share.world_size == 1 else 0)
 
 
 def _tier_plan(tier: Tier, candidate: Candidate, solution: Solution) -> TierPlan:

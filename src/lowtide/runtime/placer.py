@@ -160,6 +160,8 @@ class Placer:
             return
         self.guard.note(saved)
         self.guard.learning = False
+        if self._to_learn == _LEARNING_STEPS - 1:
+            self._fit_buffers(self._needs)
         self._budget.read()
         peak = self._learn(self._needs, self._budget.peak + self._unused_room(), forward, backward)
         why = self._why_anew(self._needs, peak)
@@ -229,6 +231,8 @@ class Placer:
         if why:
             _log.info("%s: %d of %d units are placed anew", why, changed, len(self._units))
         self._move_to(placement, shelves)
+        self._memory.slots.trim()  # what the old placement needed of them, this one may not
+        self._memory.buffers.trim()
 
     def _as_rank_0(self, placement: Placement) -> Placement:
         """All ranks use one placement, also if a search that was stopped found different ones."""
@@ -254,6 +258,12 @@ class Placer:
         """What the arenas may still take and have not taken yet."""
         arenas = (self._memory.slots, self._memory.buffers)
         return sum(max(0, a.capacity - a.reserved_bytes) for a in arenas if a.capacity is not None)
+
+    def _fit_buffers(self, needs: Needs) -> None:
+        """Two steps have shown how many buffers the update uses: what it leaves is better used for bytes that stay."""
+        now, used = self.placement.buffer_bytes, self._memory.buffers.reserved_bytes
+        if now is not None:
+            self._use(replace(self.placement, buffer_bytes=min(now, used + 2 * needs.chunk_bytes)))
 
     def _move_to(self, placement: Placement, shelves: Shelves) -> None:
         """Move shelf by shelf, and note each move when it is done: an error leaves a table that is true."""
