@@ -252,7 +252,11 @@ class OpenFolder:
             except OSError as error:
                 why = "it is a link" if error.errno == errno.ELOOP else error.strerror
                 raise CheckpointCorrupted(f"{name} cannot be opened: {why}", str(self.path)) from error
-            facts = os.fstat(fd)
+            try:
+                facts = os.fstat(fd)
+            except OSError as error:
+                os.close(fd)
+                raise CheckpointCorrupted(f"{name} cannot be looked at: {error.strerror}", str(self.path)) from error
             if not stat.S_ISREG(facts.st_mode):
                 os.close(fd)
                 raise CheckpointCorrupted(f"{name} is not a regular file", str(self.path))

@@ -119,10 +119,10 @@ def _try(engine: Engine, optimizer: Optimizer | None, wish: Wish, path: Path) ->
                 loading.compare()
                 loading.run()
                 state, random, extra = loading.objects()
+                if random is not None:
+                    rng.restore(random)
             for name, value in state.items():
                 wish.state[name].load_state_dict(value)
-            if random is not None:
-                rng.restore(random)
     except CheckpointError as error:
         failure = error
     kind = type(failure).__name__ if failure is not None else ""

@@ -31,11 +31,15 @@ def states() -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """The inverse."""
+    """The inverse; all of them or, with an error, none."""
+    name, keys, position, has_gauss, gauss = saved["numpy"]
+    numpy_state = (name, keys.numpy(), position, has_gauss, gauss)
+    np.random.RandomState().set_state(numpy_state)  # these three raise if it is no state
+    random.Random().setstate(saved["python"])
+    torch.Generator().set_state(saved["torch"])
     torch.set_rng_state(saved["torch"])
     random.setstate(saved["python"])
-    name, keys, position, has_gauss, gauss = saved["numpy"]
-    np.random.set_state((name, keys.numpy(), position, has_gauss, gauss))
+    np.random.set_state(numpy_state)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if saved["accelerator"] is not None and accelerator is not None:
         torch.get_device_module(accelerator).set_rng_state(saved["accelerator"])

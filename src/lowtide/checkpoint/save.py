@@ -186,15 +186,18 @@ class _Job:
                     "rank 0 made it, but this rank does not see it: all ranks must see one folder", str(self._working)
                 )
             self._choose()
-            self._check_space()
+            needed = self._needed_bytes()
+        everybody = self._exchange.texts("the space", needed)
+        with self._together("could not be begun"):
+            self._check_space(everybody)
             if self._wish.background:
                 self._hold()
 
     def _make_folder(self) -> str:
-        name = folder.new_name(self._wish.target)
-        folder.make_folder(self._wish.target.parent / name)
-        self._alive = folder.marked_alive(self._wish.target.parent / name)
-        return name
+        self._working = self._wish.target.parent / folder.new_name(self._wish.target)
+        folder.make_folder(self._working)
+        self._alive = folder.marked_alive(self._working)
+        return self._working.name
 
     def _choose(self) -> None:
         """Which sections stay where they are."""
@@ -226,12 +229,15 @@ class _Job:
         finally:
             os.close(fd)
 
-    def _check_space(self) -> None:
-        """All ranks together, per filesystem: a save that cannot end should not begin."""
+    def _needed_bytes(self) -> str:
+        """On which filesystem, and how many."""
         self._total = self._snapshot.nbytes(self._copied)
-        device = f"{this_host()}/{os.stat(self._working).st_dev}"
-        mine = json.dumps([device, self._total + _SMALL])
-        needed = sum(n for where, n in map(json.loads, self._exchange.texts("the space", mine)) if where == device)
+        return json.dumps([f"{this_host()}/{os.stat(self._working).st_dev}", self._total + _SMALL])
+
+    def _check_space(self, everybody: list[str]) -> None:
+        """All ranks together, per filesystem: a save that cannot end should not begin."""
+        rows = [json.loads(text) for text in everybody]
+        needed = sum(nbytes for where, nbytes in rows if where == rows[self._rank][0])
         free = free_bytes(self._working)
         if needed > free:
             raise CheckpointError(
@@ -373,8 +379,9 @@ class _Job:
             return
         if self._pin is not None:
             self._pin.release()
-        if self._rank == 0 and self._working.name and self._working.is_dir():
-            folder.remove(self._working)
+        if self._rank == 0 and self._working.name:
+            with contextlib.suppress(OSError):  # the first error is the one to tell; `ckpt gc` removes the rest
+                folder.remove(self._working)
         if failure is not None:
             raise failure
         rank = next(r for r, text in enumerate(told) if text)

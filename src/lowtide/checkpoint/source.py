@@ -66,6 +66,10 @@ class Source:
             self._add(number, table)
         for rows in self._index.values():
             rows.sort()
+        self._kinds_of: dict[str, list[str]] = defaultdict(list)
+        for kind, name in self._dtypes:
+            if name in self.parameters and not kind.startswith(OBJECT):
+                self._kinds_of[name].append(kind)
         self._kept: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
 
     def _read_table(self, rank: int) -> Table:
@@ -92,19 +96,18 @@ class Source:
         for at, block in enumerate(table.blocks):
             for part in block.parts:
                 kind, name = table.kinds[part.kind], table.names[part.name]
-                key = (kind.kind, name)
+                key = (f"{OBJECT} {table.rank}" if kind.kind == OBJECT else kind.kind, name)
                 if self._dtypes.setdefault(key, DTYPES[kind.dtype]) is not DTYPES[kind.dtype]:
                     raise self._corrupted(f"{kind.kind} of {name!r} has two dtypes")
                 if kind.kind != OBJECT and (name not in self.parameters or part.hi > self.parameters[name].numel):
                     raise self._corrupted(f"{kind.kind} of {name!r} does not belong to the model")
-                key = (f"{OBJECT} {table.rank}", name) if kind.kind == OBJECT else key
                 self._index[key].append(_Where(part.lo, part.hi, number, at, part.at))
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def kinds(self, name: str) -> list[str]:
         """The kinds that a parameter has in it."""
-        return [kind for kind, of in self._dtypes if of == name and kind != OBJECT]
+        return self._kinds_of.get(name, [])
 
     def dtype(self, kind: str, name: str) -> torch.dtype | None:
         return self._dtypes.get((kind, name))
@@ -129,6 +132,8 @@ class Source:
     def object(self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor that belongs to no parameter."""
         kind = f"{OBJECT} {rank}"
+        if self._dtypes.get((kind, name), dtype) is not dtype:
+            raise self._corrupted(f"{name[:100]!r} of rank {rank} has another dtype")
         rows = self._index.get((kind, name), [])
         count = math.prod(shape)
         if count * dtype.itemsize > self._file_bytes:

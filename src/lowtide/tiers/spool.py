@@ -136,11 +136,14 @@ class Spool:
     def link(self, folder: int, name: str) -> None:
         """Give the file a name in ``folder``, a descriptor, and make sure that what is in it is on the disk."""
         os.link(f"/proc/self/fd/{self.fd}", name, dst_dir_fd=folder, follow_symlinks=True)
+        self._never_named = False
         os.fdatasync(self.fd)
 
     def can_link_to(self, folder: int) -> bool:
-        """Whether the file could get a name in ``folder``: same filesystem, and it never had one that was removed."""
-        return self._never_named and os.fstat(folder).st_dev == os.fstat(self.fd).st_dev
+        """Whether the file could get a name in ``folder``: same filesystem, and it has one or never had one (the kernel gives
+        no name to a file that has lost its last)."""
+        facts = os.fstat(self.fd)
+        return (self._never_named or facts.st_nlink > 0) and os.fstat(folder).st_dev == facts.st_dev
 
     def links(self) -> int:
         """How many names the file has."""
