@@ -180,7 +180,18 @@ def _memory(plan: Plan) -> list[str]:
             f"  {clean(name):<32}{size_text(size):>11}   {bar(size, max(tier.capacity_bytes, largest))}"
             for name, size in in_order(tier.parts).items()
         ]
+        lines += _linked_checkpoint(tier)
     return lines
+
+
+def _linked_checkpoint(tier: TierPlan) -> list[str]:
+    """States on disk are not copied into a checkpoint, but the next step writes them to another place."""
+    kept = sum(tier.parts.get(kind, 0) for kind in ("parameters", "optimizer")) if tier.tier == "disk" else 0
+    if not kept:
+        return []
+    fits = kept <= tier.capacity_bytes - tier.peak_bytes
+    otherwise = "" if fits else "; there is no room for that, so it is copied"
+    return [f"  {'each checkpoint without a copy':<32}{size_text(kept):>11}   more{otherwise}"]
 
 
 def _gauge(tier: TierPlan) -> str:
