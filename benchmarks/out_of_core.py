@@ -174,12 +174,17 @@ class Run:
             together = [[plain_setting(plan)]]
         for number, settings in enumerate(together):
             self._turns(f"together-{number}", settings, plan.pace)
-        pace = replace(plan.pace, rounds=plan.budget_rounds)
-        for number, settings in enumerate(groups(plan, budget_settings(plan))):
-            self._turns(f"cgroups-{number}", settings, pace)
+        self._budgets()
         self._deepspeed()
         if "largest" in plan.names:
             self._largest()
+
+    def _budgets(self) -> None:
+        """One after the other: what counts is that they end; beside plain PyTorch the large ones would not fit."""
+        settings = budget_settings(self._plan)
+        if settings:
+            pace = replace(self._plan.pace, rounds=self._plan.budget_rounds)
+            self._in_sequence("cgroups", [plain_setting(self._plan), *settings], self._plan.shape, pace)
 
     def _turns(self, group: str, settings: list[Setting], pace: Pace) -> None:
         turns = Turns(group, settings, shape=self._plan.shape, folder=self._folder, pace=pace)

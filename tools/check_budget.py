@@ -18,6 +18,7 @@ PARAMETERS = 8
 MANY_PARAMETERS = {
     "api.py:shard": "the public call: one keyword per choice a user may make",
     "api.py:plan": "the public call, as shard: one keyword per choice a user may make",
+    "saving.py:save": "the public call, as shard: one keyword per choice a user may make",
     "config.py:build_config": "takes what shard takes, and is the only place that checks it",
     "cli/train.py:train": "the command line: one parameter per flag",
     "cli/plan.py:plan": "the command line: one parameter per flag",
@@ -35,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("deferral",),
     ("checkpoint",),
     ("reporting",),
-    ("api",),
+    ("api", "saving"),
     ("__init__",),  # what `import lowtide` shows: only the layers above it may use it
     ("integrations",),
     ("job",),

@@ -120,7 +120,7 @@ def settle(model: nn.Module, resident: str) -> Engine:
         bring = {name: kind.shelf.bring for name, kind in stream._kinds.items()}
         if stream.shelved is not None:
             bring["gradients"] = functools.partial(stream.shelved.move, None)
-        if engine.residency.on_disk(unit):
+        if not engine.residency.home(unit).in_memory:
             bring["parameters"] = functools.partial(engine.residency.move_home, unit, None)
         names = list(bring)
         chosen = {

@@ -66,7 +66,7 @@ def load(engine: Engine, optimizer: Optimizer | None, wish: Wish) -> Loaded:
         if engine.group.rank == 0:
             _log.warning("passed over: %s", problem)
     listed = "; ".join(passed_over)
-    engine.poison("loading a checkpoint failed half-way")
+    engine.poisoned_by = "loading a checkpoint failed half-way"
     raise NoCheckpoint(f"none of the checkpoints there can be loaded: {listed}", str(wish.path))
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, cast
 import typer
 
 import lowtide
+from lowtide.cli import ckpt
 from lowtide.cli.demo import demo
 from lowtide.cli.doctor import doctor
 from lowtide.cli.output import say_wrong
@@ -31,6 +32,7 @@ app.command()(train)
 app.command()(demo)
 app.command()(doctor)
 app.command()(plan)
+app.add_typer(ckpt.app)
 
 
 def _print_version(*, wanted: bool) -> None:

@@ -103,7 +103,7 @@ class BackwardUpdate:
         self._done.add(unit)
         with self._residency.holding(unit):
             # On several ranks only this rank's part is needed, and whether it is whole depends on timing: no rank may gather.
-            if self._residency.updates_in_slots and self._residency.on_disk(unit):
+            if self._residency.updates_in_slots and not self._residency.home(unit).in_memory:
                 self._residency.whole(unit)
             self._update.run_unit(self.optimizer, unit, grads)
         unit.version += 1

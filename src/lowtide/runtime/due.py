@@ -52,7 +52,7 @@ class DueUpdate:
         if present is None or self._step is None:
             return
         with self._residency.holding(unit):
-            if self._residency.on_disk(unit):
+            if not self._residency.home(unit).in_memory:
                 self._residency.whole(unit)
             self._update.run_due(self._step, unit, present)
         self._residency.accept_writes(unit)

@@ -50,13 +50,12 @@ class Engine(Assembly):
         whole_parameters: bool = False,
     ) -> None:
         super().__init__(model, specs, config, group, channels, whole_parameters=whole_parameters)
-        self.skipped_steps = 0
-        self.steps_taken = 0
+        self.skipped_steps = self.steps_taken = 0
         self._forward_order, self._backward_order = Successors(), Successors()
         self._depth = 0  # of forward passes under way: root or unit
         self._backward: weakref.ref[_Pass] | None = None  # the outermost backward under way; dies with it
         self._demanded: set[Unit] = set()  # pinned outside their modules, until the pass ends
-        self._poison: str | None = None
+        self.poisoned_by: str | None = None  # why nobody may use the model before it is loaded anew
         self._touch: Touch | None = None
         self.grad_facts.before_change = self._settle
 
@@ -73,8 +72,7 @@ class Engine(Assembly):
             self._reset_after_failure()
             self._forward_order.restart()
             self.buffers.before_forward()
-            for unit in self.units:
-                self.residency.refuse_replaced(unit)
+            self.residency.refuse_replaced(self.units)
             self.activations.enter_model(self.model, tensors_in((args, kwargs)))
         self._depth += 1
         prepared = (prepare_inputs(x, self.config.precision, self.scale, outermost=self._depth == 1) for x in (args, kwargs))
@@ -223,7 +221,7 @@ class Engine(Assembly):
             run()
         except BaseException as error:
             if self.update.begun or self.due.under_way:
-                self._poison = f"{type(error).__name__}: {error}"
+                self.poisoned_by = f"{type(error).__name__}: {error}"
             raise
 
     def _reset_after_failure(self) -> None:
@@ -238,8 +236,8 @@ class Engine(Assembly):
     def _abandon_backward(self) -> None:
         if self.backward_update is not None:
             self.backward_update.abandon()
-            if self.update.begun and self._poison is None:
-                self._poison = "a backward pass failed after it had updated some units"
+            if self.update.begun and self.poisoned_by is None:
+                self.poisoned_by = "a backward pass failed after it had updated some units"
         self._release_demanded()
 
     # -- step ---------------------------------------------------------------------------------------------------------
@@ -359,8 +357,8 @@ class Engine(Assembly):
     def check(self) -> None:
         """Raise if the model may not be used any more."""
         self._reset_after_failure()
-        if self._poison is not None:
-            raise errors.Poisoned(self._poison)
+        if self.poisoned_by is not None:
+            raise errors.Poisoned(self.poisoned_by)
         self.group.watch.raise_if_failed("the next call")
 
     def settle(self) -> None:
@@ -374,14 +372,10 @@ class Engine(Assembly):
 
     def before_load(self) -> None:
         """Values are about to be replaced: finish a step that was put off, or, after a failure, forget it."""
-        if self._poison is None:
+        if self.poisoned_by is None:
             self.settle()
         else:
             self.due.forget()
-
-    def poison(self, cause: str) -> None:
-        """The model is neither as it was nor as it should be: nobody may use it before it is loaded anew."""
-        self._poison = cause
 
     def after_load(self) -> None:
         """All parameters have been loaded anew: whole copies are old, and a half-finished update is forgiven."""
@@ -391,7 +385,7 @@ class Engine(Assembly):
         self.update.refresh_masters(self.unit_of)
         if self.backward_update is not None:
             self.backward_update.forget_step()
-        self._poison = None
+        self.poisoned_by = None
 
 
 def _publish(engine: Engine) -> None:

@@ -246,10 +246,7 @@ class Residency:
         self._trace("release", unit.name)
         self._shrink()
         if lost is not None:
-            raise Refused(
-                f"parameter {lost!r} was changed while its unit {unit.name!r} was gathered; the change would be lost when the "
-                f"unit is released. Change parameters with `with lowtide.gathered(module, write=True):`, or use stage 2."
-            )
+            raise _refused_write(unit, lost)
 
     def unpin_all(self) -> None:
         """Evict every unit, whoever had pinned it."""
@@ -287,14 +284,12 @@ class Residency:
         return shard[start : start + (hi - lo) * param.itemsize].view(dtype)
 
     def home(self, unit: Unit) -> Shelf:
-        """Where the unit's bytes are for good."""
         return self._places[unit].home
 
     def open_chunk(
         self, unit: Unit, index: int, buffers: Arena, priority: Priority, *, wait: bool = True, fresh: bool = False
     ) -> Lease:
-        """A lease on chunk ``index`` of this rank's part of ``unit``: in the home's memory, in the slot, or from the disk.
-        ``fresh``: all of it will be replaced."""
+        """A lease on chunk ``index`` of this rank's part of ``unit``: in the home's memory, in the slot, or from the disk."""
         place, chunk = self._places[unit], unit.chunks[index]
         lo, hi = unit.updates[0] + chunk.lo, unit.updates[0] + chunk.hi
         if place.home.block is not None:
@@ -340,9 +335,6 @@ class Residency:
         block = place.slot or place.home.block
         return not place.permanent and (place.state is State.ATTACHED or (block is not None and block.held))
 
-    def on_disk(self, unit: Unit) -> bool:
-        return self._places[unit].home.block is None
-
     def move_home(self, unit: Unit, store: Store | None) -> None:
         """Between two steps: into memory (``None``) or into ``store``."""
         place = self._places[unit]
@@ -374,12 +366,13 @@ class Residency:
         elif place.home.block is not place.slot:
             place.home.block.tensor[: hi - lo].copy_(whole[lo:hi])
 
-    def refuse_replaced(self, unit: Unit) -> None:
-        """Raise if somebody replaced the memory of an attached parameter (``.to()``, ``.half()``, ``param.data = ...``)."""
-        if self._places[unit].state is State.ATTACHED:
-            unit.refuse_replaced(self._places[unit].full_slot().tensor.data_ptr())
-
     # -- param.data ---------------------------------------------------------------------------------------------------
+
+    def refuse_replaced(self, units: Iterable[Unit]) -> None:
+        """Raise if somebody replaced the memory of an attached parameter (``.to()``, ``.half()``, ``param.data = ...``)."""
+        for unit in units:
+            if self._places[unit].state is State.ATTACHED:
+                unit.refuse_replaced(self._places[unit].full_slot().tensor.data_ptr())
 
     def _attach(self, unit: Unit, place: _Place, block: Block) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -447,3 +440,10 @@ def _lost_write(unit: Unit, place: _Place) -> str | None:
 def _fill(views: Sequence[Tensor], flat_values: Sequence[Tensor]) -> None:
     for view, value in zip(views, flat_values, strict=True):
         view.copy_(value.as_strided(view.shape, view.stride()))
+
+
+def _refused_write(unit: Unit, parameter: str) -> Refused:
+    return Refused(
+        f"parameter {parameter!r} was changed while its unit {unit.name!r} was gathered; the change would be lost when the "
+        f"unit is released. Change parameters with `with lowtide.gathered(module, write=True):`, or use stage 2."
+    )

@@ -152,7 +152,7 @@ class UnitStream:
         """The most memory that one open chunk takes."""
         shelves = [k.shelf for k in self._kinds.values()] + ([self.shelved.shelf] if self.shelved else [])
         loans = [s.cuts for s in shelves if not s.in_memory] + (
-            [self.unit.chunk_cuts] if self._residency.on_disk(self.unit) else []
+            [self.unit.chunk_cuts] if not self._residency.home(self.unit).in_memory else []
         )
         return max((sum(c[i + 1] - c[i] for c in loans) for i in range(len(self.unit.chunks))), default=0)
 
