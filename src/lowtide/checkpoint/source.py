@@ -84,11 +84,12 @@ class Source:
         try:
             rows: Any = self.tables[0].objects["model"]
             for name, row in rows["parameters"].items():
-                shape, stride = ([int(n) for n in row[key]] for key in ("shape", "stride"))
-                if len(shape) != len(stride) or len(shape) > 64 or any(n < 0 or n >= 2**62 for n in (*shape, *stride)):
+                shape, stride = (tuple(row[key]) for key in ("shape", "stride"))
+                sizes = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *stride))
+                if len(shape) != len(stride) or len(shape) > 64 or not sizes:
                     raise ValueError(name)
-                out[name] = ParamFacts(tuple(shape), tuple(stride), DTYPES[row["dtype"]])
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                out[name] = ParamFacts(shape, stride, DTYPES[row["dtype"]])
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise self._corrupted(f"the table of rank 0 does not describe the model: {error!s:.80}") from None
         return out
 
