@@ -45,6 +45,7 @@ BUILDING_BYTES_PER_PARAMETER = 16  # 12 on disk for good, 4 more while the model
 # In the first three lowtide finds its placement. From the fourth on, update="step" leaves the update to the next step's
 # forward: the fourth has no update in it, and is the last that does not count.
 WARM_UP_STEPS = 4
+BUDGET_WARM_UP_STEPS = 2  # what counts in a control group is that it ends
 
 MODEL_705M = Shape(layers=24, width=1536, heads=12, tokens=8192, context=256, batch=2)
 MODEL_QUICK = Shape(layers=6, width=512, heads=8, tokens=1024, context=16, batch=1)
@@ -184,7 +185,9 @@ class Run:
         settings = budget_settings(self._plan)
         if settings:
             pace = replace(self._plan.pace, rounds=self._plan.budget_rounds)
-            self._in_sequence("cgroups", [plain_setting(self._plan), *settings], self._plan.shape, pace)
+            plain = plain_setting(self._plan)
+            few = [replace(s, warm_up=BUDGET_WARM_UP_STEPS) for s in (plain, *settings)]
+            self._in_sequence("cgroups", few, self._plan.shape, pace)
 
     def _turns(self, group: str, settings: list[Setting], pace: Pace) -> None:
         turns = Turns(group, settings, shape=self._plan.shape, folder=self._folder, pace=pace)

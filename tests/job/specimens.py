@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 
 import torch
 from torch import Tensor, nn
@@ -71,3 +73,91 @@ def infinite_once() -> nn.Module:
 
 def infinite_for_good() -> nn.Module:
     return SometimesInfinite(1000)
+
+
+# -- models that a test kills or watches ----------------------------------------------------------------------------------
+
+KILL = "LOWTIDE_TEST_KILL"
+"""``<phase> <rank> <count> <file>``: kill this rank at the ``count``-th event of a phase, once: then the file exists."""
+RECORD = "LOWTIDE_TEST_RECORD"
+"""A folder for the samples that every rank was trained on."""
+PAUSE = "LOWTIDE_TEST_PAUSE"
+"""Seconds that every step takes longer, so that a test comes in time."""
+
+
+def _die_if_told(phase: str, count: int) -> None:
+    asked, rank, when, file = os.environ.get(KILL, "- - - -").split(" ", 3)
+    if (asked, rank, when) == (phase, os.environ.get("RANK", "0"), str(count)) and not os.path.exists(file):
+        open(file, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_real(tokens: Tensor) -> bool:
+    """Not the planner's, who looks at the model with tensors that hold nothing."""
+    return type(tokens) is Tensor and tokens.device.type == "cpu"
+
+
+class Fragile(nn.Module):
+    """A GPT with dropout that is killed where the environment says."""
+
+    vocab_size, context = TINY.tokens, TINY.context
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(TINY)
+        self.calls = 0
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.training and _is_real(tokens):
+            self.calls += 1
+            time.sleep(float(os.environ.get(PAUSE, "0")))
+            _die_if_told("step", self.calls)
+        loss: Tensor = self.gpt(tokens, targets)
+        # Random numbers of every step beside the data's: they, too, must go on where they were.
+        return loss * F.dropout(torch.ones(64), 0.5, training=self.training).mean().clamp(min=0.1)
+
+
+def _watch_saves() -> None:
+    """Saves make what they have written durable in several steps; a rank may be killed at each of them."""
+    count, fsync = 0, os.fsync
+
+    def counted(fd: int) -> None:
+        nonlocal count
+        count += 1
+        _die_if_told("save", count)
+        fsync(fd)
+
+    os.fsync = counted
+
+
+def fragile() -> nn.Module:
+    _die_if_told("build", 1)
+    _watch_saves()
+    return Fragile()
+
+
+class Recorder(nn.Module):
+    """Writes down every sample that it is trained on, as its first seven characters; killed where the environment says."""
+
+    vocab_size, context = 256, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.head = nn.Linear(16, 256)
+        self.calls = 0
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.training and _is_real(tokens):
+            self.calls += 1
+            time.sleep(float(os.environ.get(PAUSE, "0")))
+            attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
+            with open(os.path.join(os.environ[RECORD], f"{attempt}-{rank}"), "a") as file:
+                file.write(" ".join(bytes(row[:7].tolist()).decode() for row in tokens) + "\n")
+            _die_if_told("step", self.calls)
+        return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), targets.flatten())
+
+
+def recorder() -> nn.Module:
+    _watch_saves()
+    return Recorder()

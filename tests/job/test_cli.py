@@ -41,6 +41,12 @@ MISTAKES = {
     "train --activations disk": "give --disk DIR",
     "train --update sometimes": "allowed: step, backward",
     "train --update backward": "clips all gradients after backward",
+    "train --nonfinite ignore": "allowed: skip, raise",
+    "train --keep 0": "--keep is 0",
+    "train --save-every -1": "--save-every is -1",
+    "train --synthetic --save-every 5": "give --run FOLDER",
+    "train --synthetic --restarts 5": "give --run FOLDER",
+    "train --resume /does/not/exist": "--resume is '/does/not/exist', which is no folder",
     "doctor --clean": "name the folders",
     "doctor /does/not/exist": "'/does/not/exist' is not a folder",
     "train surplus": "surplus",
@@ -98,8 +104,9 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "--help"]) == 0
     out = capsys.readouterr().out
     flags = (
-        "preset model data steps batch lr stage ranks threads seed run synthetic json memory disk activations update".split()
-    )
+        "preset model data steps batch lr stage ranks threads seed run synthetic json memory disk activations update "
+        "save-every keep resume background-saves restarts nonfinite"
+    ).split()
     assert [flag for flag in flags if f"--{flag}" not in out] == []
 
 

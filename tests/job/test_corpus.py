@@ -175,7 +175,7 @@ def test_the_default_is_the_standard_library() -> None:
 
 def test_batches_are_windows_of_the_right_part(library: Path, tmp_path: Path) -> None:
     corpus = open_corpus(_prepare(library, tmp_path / "cache"), least_tokens=17)
-    batches = [TextBatches.seeded(corpus, batch=3, context=16, rank=rank, ranks=2, seed=0) for rank in (0, 1)]
+    batches = [TextBatches(corpus=corpus, batch=3, context=16, rank=rank, ranks=2, seed=0) for rank in (0, 1)]
     train, held_out = bytes(corpus.train.tolist()), bytes(corpus.held_out.tolist())
     drawn = [one.draw() for one in batches]
     for tokens, targets in drawn:

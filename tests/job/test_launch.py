@@ -91,7 +91,7 @@ def test_ranks_meet_in_private_and_end_with_their_launcher(tmp_path: Path) -> No
         tmp_path,
         """
         import json, stat
-        from lowtide.job.ranks import any_rank, gather_json, joined, mean_over_ranks
+        from lowtide.job.ranks import gather_json, joined
 
         def listening():
             inodes = {os.readlink(f"/proc/self/fd/{fd}")[8:-1] for fd in os.listdir("/proc/self/fd")
@@ -107,8 +107,6 @@ def test_ranks_meet_in_private_and_end_with_their_launcher(tmp_path: Path) -> No
                 "mode": stat.S_IMODE(os.stat(os.environ["LOWTIDE_RANKS_FOLDER"]).st_mode),
                 "listening": sorted(set(listening())),
                 "gathered": gather_json({"rank": rank, "long": "x" * rank * 100}, member),
-                "any": [any_rank(member, flag=rank == 1), any_rank(member, flag=False)],
-                "mean": mean_over_ranks(float(rank), member),
                 "pid": os.getpid(),
             }
             json.dump(facts, open(f"{sys.argv[1]}/part-{rank}", "w"))
@@ -127,8 +125,6 @@ def test_ranks_meet_in_private_and_end_with_their_launcher(tmp_path: Path) -> No
         assert facts["mode"] == 0o700
         assert set(facts["listening"]) <= {"0100007F"}  # 127.0.0.1 in the kernel's byte order
         assert facts["gathered"] == [{"rank": 0, "long": ""}, {"rank": 1, "long": "x" * 100}]
-        assert facts["any"] == [True, False]
-        assert facts["mean"] == 0.5
 
 
 def test_the_cause_is_the_rank_that_failed_first_and_not_one_that_points_at_it() -> None:
@@ -140,6 +136,11 @@ def test_the_cause_is_the_rank_that_failed_first_and_not_one_that_points_at_it()
     assert first_cause([pointing, failure(1, when=2.0)]) == failure(1, when=2.0)
     assert first_cause([failure(0, when=3.0), failure(1, when=2.0)]) == failure(1, when=2.0)
     assert first_cause([failure(0, when=1.0), failure(1, kind="died", when=2.0)]) == failure(1, kind="died", when=2.0)
+    asked = failure(1, kind="SIGTERM", when=2.0)
+    assert first_cause([failure(0, when=1.0), asked]) == asked
+    assert asked.exit_code == 143
+    assert [failure(0, kind=kind).may_be_retried for kind in ("died", "bug", "error")] == [True] * 3
+    assert [failure(0, kind=kind).may_be_retried for kind in ("argument", "interrupted", "SIGTERM")] == [False] * 3
 
 
 def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:

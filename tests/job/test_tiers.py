@@ -193,6 +193,16 @@ def test_what_is_limited_is_shown_against_its_limit(kind: type[Bar | Lines]) -> 
     assert " of " not in _shown(kind, Limits())
 
 
+def test_a_bar_says_how_far_a_save_is() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    bar = Bar(console)
+    bar.start(10, Limits(), done=4)
+    bar.saving(30, 100)
+    bar.close()
+    assert "saving 30%" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "4/10" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_a_line_says_what_the_step_moved() -> None:
     assert "read 11.0 MiB, written 22.0 MiB" in _shown(Lines, Limits(disk_bytes=1))
 
@@ -225,7 +235,11 @@ def _result(*, counted: int, budget: int | None) -> Result:
         activations="keep 2, recompute 1",
         update="backward",
         skipped=0,
-        interrupted=False,
+        stopped_by=None,
+        resumed_from=7,
+        checkpoints=["run/checkpoints/step-000009"],
+        saves_seconds=[0.5],
+        events={"save": 1, "save_failed": 0, "passed_over": 2},
         batch=2,
         predicted_seconds=1.1,
         predicted_peak_bytes=counted,
@@ -240,6 +254,9 @@ def test_the_summary_says_whether_the_memory_number_held() -> None:
     assert "EXCEEDED, peak 800.0 MiB of 700.0 MiB" in "\n".join(
         summary_lines(_result(counted=800 * MIB, budget=700 * MIB), Options())
     )
+    lines = "\n".join(summary_lines(_result(counted=1, budget=None), Options(run="run")))
+    for part in ("from step 7", "step-000009 (1 in all, 0.5 s)", "save 1, passed over 2", "events.jsonl"):
+        assert part in lines
     assert "budget" not in "\n".join(summary_lines(_result(counted=1, budget=None), Options()))
 
 

@@ -33,6 +33,7 @@ KEYS = [
     *("params", "stage", "ranks", "seconds", "losses", "peak_bytes", "peak_bytes_per_rank", "counted_bytes"),
     *("budget_bytes", "disk_read_bytes", "disk_written_bytes", "disk_wait_seconds", "activations", "update"),
     *("batch", "predicted_seconds", "predicted_peak_bytes"),
+    *("skipped", "stopped_by", "resumed_from", "checkpoints", "saves_seconds", "events"),
 ]
 
 
@@ -158,8 +159,19 @@ def test_a_step_without_finite_gradients_is_skipped_and_recorded(text: Path, tmp
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     assert [record["skipped"] for record in steps] == [False, True, False, False]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["step"]) for event in events if event["event"] == "skip"] == [("skip", 2)]
     # the schedule waits as well: the step after the skipped one uses its rate
     assert steps[2]["lr"] == steps[1]["lr"] != steps[3]["lr"]
+
+
+def test_a_step_without_finite_gradients_may_end_the_job(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data", str(text), "--steps", "4", "--run", str(tmp_path / "run"), "--nonfinite", "raise", "--json"]
+    assert run(["train", "--model", "tests.job.specimens:infinite_once", *flags, *ONE_THREAD]) == 1
+    assert "not finite at step 2, and --nonfinite is 'raise'" in capfd.readouterr().err
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["start", "skip", "failure"]
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_gradients_that_stay_infinite_end_the_job(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,21 +3,68 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lowtide.cli.output import say_failure
+from lowtide.cli.output import say_failure, say_wrong
 from lowtide.errors import ArgumentError
 from lowtide.job.failure import FOLDER_VARIABLE, describe
-from lowtide.job.launch import start_ranks
-from lowtide.job.options import ACTIVATIONS, Options, check_run_folder, parse_batch_word, parse_stage_word
+from lowtide.job.options import ACTIVATIONS, Options, check_same_run, parse_batch_word, parse_stage_word
 from lowtide.job.presets import PRESETS
+from lowtide.job.restarts import start_with_restarts
+from lowtide.job.run_folder import refuse_run_in_use
 
 _DEFAULTS = Options()
+
+_Update = Annotated[
+    str | None,
+    typer.Option(
+        help="When the optimizer runs: step (after backward) or backward (unit by unit, so that no gradient outlives its "
+        "unit). Default: backward if nothing is clipped (--synthetic) and --memory or --disk is given, else step."
+    ),
+]
+_Run = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER", help="Where config, plan, metrics, events and checkpoints go. Default: runs/<time>-<model>."
+    ),
+]
+_SaveEvery = Annotated[
+    int | None,
+    typer.Option(
+        metavar="STEPS",
+        help="Steps from one checkpoint to the next. Default: none on the way, one at the end and one when Ctrl-C, SIGTERM or "
+        "SIGUSR1 ends the job. 0: never. Checkpoints need a run folder.",
+    ),
+]
+_Keep = Annotated[int, typer.Option(help="How many checkpoints stay; older ones are removed.")]
+_Resume = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|never|PATH",
+        help="Go on from the newest checkpoint of the run folder that verifies (auto), or from this one. A run that has "
+        "checkpoints of its own goes on from those.",
+    ),
+]
+_BackgroundSaves = Annotated[
+    bool,
+    typer.Option(
+        "--background-saves",
+        help="Train on while a checkpoint is written; takes memory for a copy of what is in memory.",
+    ),
+]
+_Restarts = Annotated[
+    int, typer.Option(help="How often to start the ranks again from the newest checkpoint when one has failed.")
+]
+_Nonfinite = Annotated[
+    str,
+    typer.Option(
+        metavar="skip|raise", help="What becomes of a step whose gradients are not finite. Ten skips in a row end the job."
+    ),
+]
 
 
 def train(
@@ -54,17 +101,15 @@ def train(
     activations: Annotated[
         str, typer.Option(help=f"What backward needs from forward: {', '.join(ACTIVATIONS)}.")
     ] = _DEFAULTS.activations,
-    update: Annotated[
-        str | None,
-        typer.Option(
-            help="When the optimizer runs: step (after backward) or backward (unit by unit, so that no gradient outlives its "
-            "unit). Default: backward if nothing is clipped (--synthetic) and --memory or --disk is given, else step."
-        ),
-    ] = None,
+    update: _Update = None,
     seed: Annotated[int, typer.Option(help="Start of all random numbers.")] = _DEFAULTS.seed,
-    run: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Where config, plan and metrics go. Default: runs/<time>-<model>.")
-    ] = None,
+    run: _Run = None,
+    save_every: _SaveEvery = None,
+    keep: _Keep = _DEFAULTS.keep,
+    resume: _Resume = _DEFAULTS.resume,
+    background_saves: _BackgroundSaves = _DEFAULTS.background_saves,
+    restarts: _Restarts = _DEFAULTS.restarts,
+    nonfinite: _Nonfinite = _DEFAULTS.nonfinite,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Random tokens instead of text (and no default run folder).")
     ] = False,
@@ -73,15 +118,18 @@ def train(
     """Train a GPT, or your own model, on text.
 
     Starts --ranks processes on this host (no port is opened), or joins the ranks that torchrun started
-    (torchrun --nproc-per-node 2 -m -- lowtide train ...).
+    (torchrun --nproc-per-node 2 -m -- lowtide train ...). The same command with the same --run goes on where it stopped.
     """
     chosen: dict[str, Any] = {"preset": preset, "model": model, "data": data, "synthetic": synthetic}
     chosen |= {"steps": steps, "batch": parse_batch_word(batch), "lr": lr, "ranks": ranks, "threads": threads, "seed": seed}
     chosen |= {"memory": memory, "disk": tuple(disk or ()), "activations": activations, "update": update}
+    chosen |= {"save_every": save_every, "keep": keep, "resume": resume, "background_saves": background_saves}
+    chosen |= {"restarts": restarts, "nonfinite": nonfinite, "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))}
     folder = run if run is not None else None if synthetic else new_run_folder(model or preset or _DEFAULTS.model_name)
     options = Options(**chosen, stage=parse_stage_word(stage), run=folder)
     if options.run is not None and os.environ.get("RANK", "0") == "0":  # the other ranks may find rank 0's files there
-        check_run_folder(options.run)
+        check_same_run(options)
+        refuse_run_in_use(options.run)
     return run_job(options, output="json" if json else "text")
 
 
@@ -90,16 +138,22 @@ def run_job(options: Options, *, output: str) -> int:
     under_torchrun = "RANK" in os.environ and FOLDER_VARIABLE not in os.environ
     if under_torchrun and options.ranks > 1:
         raise ArgumentError(f"--ranks is {options.ranks}, but another launcher has started this rank; leave --ranks out.")
-    if options.ranks > 1:
-        command = [sys.executable, "-m", "lowtide.job.worker", options.to_json(), output]
-        failure = start_ranks(command, options.ranks)
+    if under_torchrun and options.restarts:
+        raise ArgumentError(f"--restarts is {options.restarts}, but another launcher has started this rank; use its own.")
+    if options.ranks > 1 or options.restarts:
+        failure = start_with_restarts(options, output=output, say=say_wrong)
         return 0 if failure is None else say_failure(failure, ranks=options.ranks)
-    from lowtide.job.worker import run_member  # imports torch: not before the options are known to be right
+    from lowtide.job.ranks import end_launched_rank  # imports torch: not before the options are known to be right
+    from lowtide.job.worker import run_member
 
     try:
         return run_member(options, output=output)
     except (Exception, KeyboardInterrupt) as error:
-        return say_failure(describe(error, int(os.environ.get("RANK", "0"))), ranks=1)
+        failure = describe(error, int(os.environ.get("RANK", "0")))
+        code = say_failure(failure, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+        if under_torchrun:
+            end_launched_rank(error, failure)
+        return code
 
 
 def new_run_folder(name: str) -> str:

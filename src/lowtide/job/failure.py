@@ -19,12 +19,14 @@ PARENT_VARIABLE = "LOWTIDE_RANKS_PARENT"
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
-_EXIT_CODES = {"argument": 2, "interrupted": INTERRUPTED}
+_ASKED = {"interrupted": INTERRUPTED, "SIGTERM": 143, "SIGUSR1": 138}
+_EXIT_CODES = {"argument": 2, **_ASKED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """``kind``: argument (the caller's mistake), error (lowtide says what is wrong), bug, interrupted, or died (no report)."""
+    """``kind``: argument (the caller's mistake), error (lowtide says what is wrong), bug, died (no report), or what asked the
+    rank to stop: interrupted (Ctrl-C), SIGTERM, SIGUSR1."""
 
     rank: int
     kind: str
@@ -37,6 +39,11 @@ class Failure:
     @property
     def exit_code(self) -> int:
         return _EXIT_CODES.get(self.kind, 1)
+
+    @property
+    def may_be_retried(self) -> bool:
+        """Whether starting again may help: nobody asked for the end, and the caller made no mistake."""
+        return self.kind not in _EXIT_CODES
 
 
 def describe(error: BaseException, rank: int) -> Failure:
@@ -68,5 +75,7 @@ def read_reports(folder: Path) -> list[Failure]:
 
 
 def first_cause(failures: list[Failure]) -> Failure | None:
-    """The failure that explains the others: a rank that died, else the first that does not point at another rank."""
-    return min(failures, key=lambda failure: (failure.kind != "died", failure.secondary, failure.time), default=None)
+    """The failure that explains the others: a rank that died, one that was asked to end, else the first that does not point
+    at another rank."""
+    order = {"died": 0} | dict.fromkeys(_ASKED, 1)
+    return min(failures, key=lambda failure: (order.get(failure.kind, 2), failure.secondary, failure.time), default=None)

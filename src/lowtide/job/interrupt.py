@@ -1,4 +1,9 @@
-"""Ctrl-C that ends a job after the current step; a second one ends it at once."""
+"""Signals that end a job after the current step, with a checkpoint; a second Ctrl-C ends it at once.
+
+SIGTERM comes from SLURM, Kubernetes and spot machines when a job must leave; SIGUSR1 is what SLURM's ``--signal`` sends
+before a time limit. Both may reach a rank twice, from the scheduler and from whoever started the ranks, so only Ctrl-C is
+impatient.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +14,47 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a job to stop."""
+
 
 @dataclass(slots=True)
 class StopRequest:
-    """Whether somebody asked this process to stop. Set by the signal handler, read between steps."""
+    """The signal that asked this process to stop, 0 if none did. Set by the signal handler, read between steps."""
 
-    asked: bool = False
+    number: int = 0
 
 
 @contextmanager
 def stop_on_signals(tell: Callable[[str], None]) -> Generator[StopRequest, None, None]:
-    """Turn the first SIGINT or SIGTERM into a request, the second into KeyboardInterrupt."""
+    """Turn the first signal into a request, a later SIGINT into KeyboardInterrupt."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # Python lets the main thread alone handle signals
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if request.asked:
+        if not request.number:
+            request.number = number
+            again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+            tell(f"{signal.Signals(number).name}: stopping after this step{again}")
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
-        request.asked = True
-        tell("stopping after this step (Ctrl-C again: at once)")
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield request
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def exit_code(stopped_by: str | None, *, saved: bool) -> int:
+    """How a job that was asked to stop ends.
+
+    0 after SIGTERM or SIGUSR1 and a checkpoint: torchrun and SLURM must not take it for a failure and start it again on a
+    machine that is about to go. Ctrl-C is 130, as in a shell, and so is, with its own number, a stop that could save nothing.
+    """
+    if stopped_by is None or (saved and stopped_by != signal.SIGINT.name):
+        return 0
+    return 128 + signal.Signals[stopped_by].value

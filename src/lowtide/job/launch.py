@@ -3,7 +3,7 @@
 The ranks meet through a file in a private folder and then talk over the loopback interface only: no port is open to the
 network, and there is no rendezvous server. The first rank that fails ends all of them, and its cause is shown once.
 Ranks stand in sessions of their own, so Ctrl-C reaches this process alone, which passes it on: once asks the ranks to
-stop where they choose, twice ends them.
+stop where they choose, twice ends them. SIGTERM and SIGUSR1 are passed on as well, however often they come.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lowtide.job.failure import FOLDER_VARIABLE, INTERRUPTED, PARENT_VARIABLE, Failure, first_cause, read_reports
+from lowtide.job.failure import FOLDER_VARIABLE, PARENT_VARIABLE, Failure, first_cause, read_reports
+from lowtide.job.interrupt import SIGNALS
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.5
@@ -62,6 +63,10 @@ class _Running:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
     signals: list[int] = field(default_factory=list[int])
 
+    @property
+    def must_end_now(self) -> bool:
+        return self.signals.count(signal.SIGINT) > 1
+
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
         for process in self.processes:
@@ -94,7 +99,7 @@ def _watch(folder: Path, running: _Running) -> list[Failure]:
     deadline: float | None = None
     while any(process.poll() is None for process in running.processes):
         _note_deaths(folder, running, deaths)
-        if deadline is None and (deaths or len(running.signals) > 1 or read_reports(folder)):
+        if deadline is None and (deaths or running.must_end_now or read_reports(folder)):
             deadline = time.monotonic() + _GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             break
@@ -115,10 +120,18 @@ def _note_deaths(folder: Path, running: _Running, deaths: dict[int, Failure]) ->
     for rank, code in enumerate(codes):
         if code is None or code == 0 or rank in reported or rank in deaths:
             continue
-        if code == INTERRUPTED or running.signals:
-            deaths[rank] = _failure(rank, "interrupted", "interrupted")
+        if (stopped_by := _asked(code, running.signals)) is not None:
+            deaths[rank] = _failure(rank, stopped_by, f"ended by {stopped_by} before there was a checkpoint")
         else:
             deaths[rank] = _failure(rank, "died", _how_it_died(rank, code), _log_tail(folder / f"rank-{rank}.log"))
+
+
+def _asked(code: int, signals: list[int]) -> str | None:
+    """The kind of failure of a rank that ended because a signal asked it to, whether it had time to say so or not."""
+    number = code - 128 if code > 128 else -code if -code in signals else 0
+    if number == signal.SIGINT:
+        return "interrupted"
+    return signal.Signals(number).name if number in (signal.SIGTERM, signal.SIGUSR1) else None
 
 
 def _failure(rank: int, kind: str, message: str, output: str = "") -> Failure:
@@ -154,7 +167,7 @@ def _signals_to(handler: Callable[[int, FrameType | None], Any]) -> Generator[No
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets the main thread alone handle signals
         return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:

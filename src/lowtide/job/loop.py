@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
+import signal
+import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor
 
 import lowtide
+from lowtide.api import engine_of
 from lowtide.errors import Error
-from lowtide.job.batches import Batch, Batches
+from lowtide.job.batches import Batch
+from lowtide.job.checkpoints import Checkpoints, Trainee
 from lowtide.job.interrupt import StopRequest
 from lowtide.job.memory import peak_bytes
+from lowtide.job.options import Options
 from lowtide.job.progress import Reporter
-from lowtide.job.ranks import Member, any_rank, mean_over_ranks
-from lowtide.job.records import RunFolder, StepRecord, ValidationRecord
-from lowtide.job.tiers import DiskTraffic, Meter
+from lowtide.job.ranks import Member
+from lowtide.job.records import StepRecord, ValidationRecord
+from lowtide.job.run_folder import RunFolder
+from lowtide.job.tiers import Meter
 
 _SKIPS_IN_A_ROW = 10
 """So many steps with non-finite gradients mean that the model is lost."""
@@ -58,70 +62,68 @@ class Recipe:
         return self.final_share + (1 - self.final_share) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-@dataclass(slots=True)
-class History:
-    """What the loop has seen so far; one entry per step."""
-
-    seconds: list[float] = field(default_factory=list[float])
-    losses: list[float] = field(default_factory=list[float])
-    traffic: list[DiskTraffic] = field(default_factory=list[DiskTraffic])
-    validation: list[ValidationRecord] = field(default_factory=list[ValidationRecord])
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    interrupted: bool = False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """Everything a step needs. The model and the optimizer have been sharded."""
+    """Everything a step needs. The model and the optimizer have been sharded, and loaded if the run goes on."""
 
-    model: nn.Module
-    optimizer: Optimizer
+    trainee: Trainee
     loss: Callable[[Batch], Tensor]
-    batches: Batches
-    steps: int
+    options: Options
     recipe: Recipe
     meter: Meter
     member: Member
     reporter: Reporter
     folder: RunFolder | None
+    checkpoints: Checkpoints
     stop: StopRequest
 
-    def run(self) -> History:
+    def run(self) -> None:
         """Train until the last step, or until somebody asks to stop."""
-        history = History()
-        scheduler = LambdaLR(self.optimizer, lambda step: self.recipe.rate(step, self.steps))
-        held_out = self.batches.held_out()
-        self.model.train()
-        for step in range(1, self.steps + 1):
-            self._step(step, scheduler, history)
-            last = step == self.steps
-            if held_out and (last or step % max(_SHORTEST_GAP, self.steps // _VALIDATIONS) == 0):
-                self._validate(step, held_out, history)
-                self.meter.step()  # what validation moved belongs to no step
-            if not last and any_rank(self.member, flag=self.stop.asked):
-                history.interrupted = True
+        history, steps = self.trainee.history, self.options.steps
+        held_out = self.trainee.batches.held_out()
+        self.trainee.model.train()
+        for step in range(history.step + 1, steps + 1):
+            self._step(step)
+            last = step == steps
+            validates = bool(held_out) and (last or step % max(_SHORTEST_GAP, steps // _VALIDATIONS) == 0)
+            if validates:
+                self._validate(step, held_out)
+            if not last:
+                history.stopped_by = self._asked_to_stop(step)
+            saved = self.checkpoints.after_step(ending="the last step" if last else history.stopped_by)
+            if validates or saved:
+                self.meter.step()  # what these moved belongs to no step
+            if history.stopped_by is not None:
                 break
-        return history
 
-    def _step(self, step: int, scheduler: LambdaLR, history: History) -> None:
-        batch = self.batches.draw()
-        rate = float(scheduler.get_last_lr()[0])
+    def _asked_to_stop(self, step: int) -> str | None:
+        """The signal that any rank has got, so that all ranks act on it at the same step. Collective."""
+        exchange = engine_of(self.trainee.model).exchange
+        number = max(exchange.numbers("signals", self.stop.number))
+        if not number:
+            return None
+        name = signal.Signals(number).name
+        self.checkpoints.events.note("signal", name, step=step)
+        return name
+
+    def _step(self, step: int) -> None:
+        trainee, history = self.trainee, self.trainee.history
+        batch = trainee.batches.draw()
+        rate = float(trainee.scheduler.get_last_lr()[0])
         start = time.perf_counter()
         loss = self.loss(batch)
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
-        norm = lowtide.clip_grad_norm_(self.model, self.recipe.clip) if self.recipe.clip is not None else None
-        self.optimizer.step()
-        skipped = bool(getattr(self.optimizer, "step_was_skipped", False))
+        norm = lowtide.clip_grad_norm_(trainee.model, self.recipe.clip) if self.recipe.clip is not None else None
+        trainee.optimizer.step()
+        skipped = bool(getattr(trainee.optimizer, "step_was_skipped", False))
         if not skipped:
-            scheduler.step()
-        self.optimizer.zero_grad()
+            trainee.scheduler.step()
+        trainee.optimizer.zero_grad()
         seconds = time.perf_counter() - start
         traffic = self.meter.step()
-        self._note_skip(step, history, skipped=skipped)
         history.seconds.append(seconds)
         history.losses.append(loss.item())
-        history.traffic.append(traffic)
+        history.own_traffic.append(traffic)
         record = StepRecord(
             step=step,
             loss=loss.item(),
@@ -140,23 +142,36 @@ class Loop:
         if self.folder is not None:
             self.folder.add(record)
         self.reporter.step(record)
+        self._note_skip(step, skipped=skipped)
 
-    def _note_skip(self, step: int, history: History, *, skipped: bool) -> None:
+    def _note_skip(self, step: int, *, skipped: bool) -> None:
+        history = self.trainee.history
         history.skipped += skipped
         history.skipped_in_a_row = history.skipped_in_a_row + 1 if skipped else 0
-        if skipped:
-            self.reporter.tell(f"step {step}: gradients are not finite, nothing was updated")
-        if history.skipped_in_a_row == _SKIPS_IN_A_ROW:
-            raise Diverged(f"gradients were not finite for {_SKIPS_IN_A_ROW} steps, until step {step}; try a lower --lr.")
+        if not skipped:
+            return
+        self.checkpoints.events.note("skip", "gradients are not finite, nothing was updated", step=step)
+        self.reporter.tell(f"step {step}: gradients are not finite, nothing was updated")
+        if self.options.nonfinite == "raise":
+            problem = f"gradients were not finite at step {step}, and --nonfinite is 'raise'; nothing was updated."
+        elif history.skipped_in_a_row == _SKIPS_IN_A_ROW:
+            problem = f"gradients were not finite for {_SKIPS_IN_A_ROW} steps, until step {step}; try a lower --lr."
+        else:
+            return
+        self.checkpoints.finish()  # all ranks are here, and the checkpoint is from before
+        raise Diverged(problem)
 
-    def _validate(self, step: int, held_out: Sequence[Batch], history: History) -> None:
+    def _validate(self, step: int, held_out: Sequence[Batch]) -> None:
         """The mean loss on the held-out batches of all ranks. Every rank takes part: a forward may need all of them."""
-        self.model.eval()
+        model = self.trainee.model
+        model.eval()
         with torch.no_grad():
             mine = sum(self.loss(batch).item() for batch in held_out) / len(held_out)
-        self.model.train()
-        record = ValidationRecord(step=step, validation_loss=mean_over_ranks(mine, self.member))
-        history.validation.append(record)
+        model.train()
+        everybody = engine_of(model).exchange.notes("validation losses", struct.pack("<d", mine))
+        mean = sum(struct.unpack("<d", note)[0] for note in everybody) / len(everybody)
+        record = ValidationRecord(step=step, validation_loss=mean)
+        self.trainee.history.validation.append(record)
         if self.folder is not None:
             self.folder.add(record)
         self.reporter.validation(record)

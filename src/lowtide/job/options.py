@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lowtide.errors import ArgumentError
 from lowtide.job.presets import PRESETS
@@ -19,6 +19,9 @@ from lowtide.job.presets import PRESETS
 _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 ACTIVATIONS = ("auto", "keep", "recompute", "host", "disk")
 UPDATES = ("step", "backward")
+NONFINITE = ("skip", "raise")
+_SAME_RUN = ("preset", "model", "data", "synthetic")
+"""What must be as it was when a command goes on with a run."""
 MAX_RANKS = 256
 """More ranks on one host than this are a typing error."""
 
@@ -28,7 +31,8 @@ class Options:
     """One training job. ``preset`` and ``model`` exclude each other; ``threads=None`` divides the cores between the ranks.
 
     ``batch`` is a number, or ``auto``. ``memory`` and ``disk`` are as a person writes them: ``4GiB``, and ``DIR`` or
-    ``DIR:SIZE`` for each folder.
+    ``DIR:SIZE`` for each folder. ``save_every=None`` saves at the end and when a signal ends the job, 0 never. ``resume`` is
+    ``auto``, ``never`` or a path. ``attempt`` counts how often a launcher has started this job again.
     """
 
     preset: str | None = None
@@ -47,6 +51,13 @@ class Options:
     disk: tuple[str, ...] = ()
     activations: str = "auto"
     update: str | None = None
+    save_every: int | None = None
+    keep: int = 3
+    resume: str = "auto"
+    background_saves: bool = False
+    restarts: int = 0
+    attempt: int = 0
+    nonfinite: str = "skip"
 
     def __post_init__(self) -> None:
         if self.preset is not None and self.model is not None:
@@ -61,6 +72,7 @@ class Options:
             raise ArgumentError(f"--data is {self.data!r}, which does not exist; give a text file or a folder of text files.")
         self._check_numbers()
         self._check_tiers()
+        self._check_saves()
 
     def _check_numbers(self) -> None:
         _at_least("--steps", self.steps, 1)
@@ -99,6 +111,25 @@ class Options:
                 "--update is 'backward', but a job on text clips all gradients after backward; "
                 "leave --update out, or use --synthetic."
             )
+
+    def _check_saves(self) -> None:
+        _one_of("--nonfinite", self.nonfinite, NONFINITE)
+        _at_least("--save-every", self.save_every, 0)
+        _at_least("--keep", self.keep, 1)
+        _at_least("--restarts", self.restarts, 0)
+        if self.resume not in ("auto", "never") and not os.path.isdir(self.resume):
+            raise ArgumentError(
+                f"--resume is {self.resume!r}, which is no folder; allowed: auto, never, a folder of a checkpoint or of a run."
+            )
+        if self.run is None:
+            for flag, given in (("--save-every", self.save_every), ("--restarts", self.restarts)):
+                if given:
+                    raise ArgumentError(f"{flag} needs a folder for checkpoints: give --run FOLDER.")
+
+    @property
+    def saves(self) -> bool:
+        """Whether this job writes checkpoints at all."""
+        return self.run is not None and self.save_every != 0
 
     @property
     def update_when(self) -> str:
@@ -156,11 +187,36 @@ def parse_stage_word(word: str) -> int | str:
 
 
 def check_run_folder(run: str) -> None:
-    """A run folder belongs to one run: refuse one that already holds another's files."""
+    """Refuse a folder that already holds a run."""
     if Path(run, "config.json").exists():
         raise ArgumentError(f"--run is {run!r}, which already holds a run; choose a new folder or remove this one.")
     if os.path.exists(run) and not os.path.isdir(run):
         raise ArgumentError(f"--run is {run!r}, which is not a folder; choose another name.")
+
+
+def check_same_run(options: Options) -> None:
+    """A run folder belongs to one run: the same job may go on with it, another may not touch it."""
+    if options.run is None or options.attempt:
+        return
+    was = _config_of(options.run) if options.resume != "never" else None
+    if was is None:
+        check_run_folder(options.run)
+        return
+    for name in _SAME_RUN:
+        if was.get(name, ()) != getattr(options, name):
+            raise ArgumentError(
+                f"--run is {options.run!r}, which already holds a run of another job (--{name} was {was.get(name)!r}); "
+                f"choose a new folder or remove this one."
+            )
+
+
+def _config_of(run: str) -> dict[str, Any] | None:
+    """What a run was asked for, if the folder holds one."""
+    try:
+        config: Any = json.loads(Path(run, "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return cast("dict[str, Any]", config) if isinstance(config, dict) else None
 
 
 def cores() -> int:

@@ -22,11 +22,15 @@ class Reporter(Protocol):
 
     def tell(self, message: str) -> None: ...
 
-    def start(self, steps: int, limits: Limits) -> None: ...
+    def start(self, steps: int, limits: Limits, *, done: int = 0) -> None: ...
 
     def step(self, record: StepRecord) -> None: ...
 
     def validation(self, record: ValidationRecord) -> None: ...
+
+    def saving(self, done: int, total: int) -> None:
+        """Bytes of a checkpoint that are written. May be called from another thread."""
+        ...
 
     def close(self) -> None: ...
 
@@ -36,11 +40,13 @@ class Silent:
 
     def tell(self, message: str) -> None: ...
 
-    def start(self, steps: int, limits: Limits) -> None: ...
+    def start(self, steps: int, limits: Limits, *, done: int = 0) -> None: ...
 
     def step(self, record: StepRecord) -> None: ...
 
     def validation(self, record: ValidationRecord) -> None: ...
+
+    def saving(self, done: int, total: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -52,21 +58,23 @@ class Lines:
         self._console = console
         self._steps = 1
         self._limits = Limits()
+        self._done = 0  # by an earlier process of the run
         self._started = 0.0
 
     def tell(self, message: str) -> None:
         self._console.print(message, highlight=False, markup=False, soft_wrap=True)
 
-    def start(self, steps: int, limits: Limits) -> None:
+    def start(self, steps: int, limits: Limits, *, done: int = 0) -> None:
         self._steps = steps
         self._limits = limits
+        self._done = done
         self._started = time.perf_counter()
 
     def step(self, record: StepRecord) -> None:
-        if record.step != 1 and record.step % max(1, self._steps // _LOG_LINES) and record.step != self._steps:
+        if record.step != self._done + 1 and record.step % max(1, self._steps // _LOG_LINES) and record.step != self._steps:
             return
         spent = time.perf_counter() - self._started
-        left = spent / record.step * (self._steps - record.step)
+        left = spent / (record.step - self._done) * (self._steps - record.step)
         self.tell(
             f"step {record.step:>4}/{self._steps}   loss {record.loss:7.4f}   {record.tokens_per_second:7,.0f} tokens/s   "
             f"peak {mebibytes(record.peak_bytes)}   {left:4.0f} s left"
@@ -79,6 +87,8 @@ class Lines:
 
     def validation(self, record: ValidationRecord) -> None:
         self.tell(f"step {record.step:>4}/{self._steps}   validation loss {record.validation_loss:.4f}")
+
+    def saving(self, done: int, total: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -115,10 +125,10 @@ class Bar:
     def tell(self, message: str) -> None:
         self._progress.console.print(message, highlight=False, markup=False)
 
-    def start(self, steps: int, limits: Limits) -> None:
+    def start(self, steps: int, limits: Limits, *, done: int = 0) -> None:
         self._steps = steps
         self._limits = limits
-        self._progress.update(self._task, total=steps)
+        self._progress.update(self._task, total=steps, completed=done)
         self._progress.start_task(self._task)
         self._progress.start()
 
@@ -134,6 +144,9 @@ class Bar:
 
     def validation(self, record: ValidationRecord) -> None:
         self.tell(f"step {record.step:>4}/{self._steps}   validation loss {record.validation_loss:.4f}")
+
+    def saving(self, done: int, total: int) -> None:
+        self._progress.update(self._task, speed=f"saving {done / max(total, 1):.0%}")
 
     def close(self) -> None:
         self._progress.stop()

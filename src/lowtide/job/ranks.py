@@ -7,18 +7,24 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lowtide.job.failure import FOLDER_VARIABLE, PARENT_VARIABLE, describe, leave_report
+from lowtide.errors import PeerFailed
+from lowtide.job.failure import FOLDER_VARIABLE, PARENT_VARIABLE, Failure, describe, leave_report
+from lowtide.runtime.exchange import Exchange
 
 _PR_SET_PDEATHSIG = 1
+_CAUSE_FIRST = 0.5
+"""Seconds that a rank which only heard of a failure waits before it ends: torchrun looks every tenth of a second."""
 
 
 # torch's own annotations are incomplete here.
@@ -43,12 +49,21 @@ def joined() -> Generator[Member, None, None]:
         with _reported(Path(folder)):
             yield from _join_through_file(Path(folder))
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
-        member = _member_from_environment()
-        yield member
-        _leave(member)
+        yield from _join_launched()
     else:
         yield Member(0, 1, 0, 1)
+
+
+def end_launched_rank(error: BaseException, failure: Failure) -> NoReturn:
+    """End this rank of torchrun with a bad exit code; the rank that failed first is the one that torchrun names."""
+    if failure.secondary:
+        time.sleep(_CAUSE_FIRST)
+    else:
+        get_error_handler().record_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of this process may be inside a collective that will never end.
+    os._exit(failure.exit_code)
 
 
 def gather_json(value: Any, member: Member) -> list[Any]:
@@ -57,37 +72,45 @@ def gather_json(value: Any, member: Member) -> list[Any]:
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(member.ranks)]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(mine)] = mine
-    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(member.ranks)]
-    dist.all_gather(rows, padded)
+    with _lost_connections_named():
+        dist.all_gather(sizes, torch.tensor([len(mine)]))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(member.ranks)]
+        dist.all_gather(rows, padded)
     return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def any_rank(member: Member, *, flag: bool) -> bool:
-    """Whether ``flag`` is set on any rank. Collective, so that all ranks act on it in the same step."""
-    if member.ranks == 1:
-        return flag
-    agreed = torch.tensor([int(flag)], dtype=torch.int32)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    return bool(agreed.item())
-
-
-def mean_over_ranks(value: float, member: Member) -> float:
-    """The mean of one number per rank. Collective."""
-    if member.ranks == 1:
-        return value
-    total = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total.item()) / member.ranks
+def everybody(exchange: Exchange, what: str, value: Any) -> list[Any]:
+    """As :func:`gather_json`, once a model is sharded: a rank that fails meanwhile is named with its cause."""
+    return [json.loads(text) for text in exchange.texts(what, json.dumps(value))]
 
 
 def wait_for_all(member: Member) -> None:
     """Return when every rank has come here. Collective."""
     if member.ranks > 1:
-        dist.barrier()
+        with _lost_connections_named():
+            dist.barrier()
+
+
+@contextmanager
+def _lost_connections_named() -> Generator[None, None, None]:
+    """A rank that ends closes its connections; the others are not the cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerFailed(-1, f"a connection was lost ({error})", "the start or the end of the job") from error
+
+
+def _join_launched() -> Generator[Member, None, None]:
+    """As torchrun says. It keeps one store for all attempts, in which the addresses of ranks that died still stand."""
+    member = _member_from_environment()
+    store, _, _ = next(dist.rendezvous("env://"))
+    attempt = f"lowtide/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{member.ranks}"
+    dist.init_process_group("gloo", store=dist.PrefixStore(attempt, store), rank=member.rank, world_size=member.ranks)
+    yield member
+    _leave(member)
 
 
 def _join_through_file(folder: Path) -> Generator[Member, None, None]:

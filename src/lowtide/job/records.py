@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-
-from lowtide.job.options import Options
-from lowtide.planning.plan import Plan
 
 SUMMARY = (
     "params",
@@ -28,6 +23,12 @@ SUMMARY = (
     "batch",
     "predicted_seconds",
     "predicted_peak_bytes",
+    "skipped",
+    "stopped_by",
+    "resumed_from",
+    "checkpoints",
+    "saves_seconds",
+    "events",
 )
 """The fields of a result that ``--json`` prints."""
 
@@ -65,7 +66,8 @@ class ValidationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came out. Lists have one entry per step; losses and seconds are rank 0's own, unrounded.
+    """What came out. Lists have one entry per step of the whole run, also of steps that earlier processes took before it
+    was resumed; losses and seconds are rank 0's own, unrounded.
 
     Bytes read and written are those of all ranks together, the wait is that of the rank that waited longest.
     """
@@ -88,7 +90,17 @@ class Result:
     activations: str
     update: str
     skipped: int
-    interrupted: bool
+    """Steps that changed nothing, because gradients were not finite."""
+    stopped_by: str | None
+    """The signal that ended the job before its last step."""
+    resumed_from: int | None
+    """The step of the checkpoint that this process went on from."""
+    checkpoints: list[str]
+    """What this process has saved, oldest first; ``--keep`` may have removed some since."""
+    saves_seconds: list[float]
+    """How long training stood still for each of them."""
+    events: dict[str, int]
+    """How often things happened to the run, over all its processes."""
     batch: int
     """Sequences per step and rank."""
     predicted_seconds: float | None
@@ -99,28 +111,3 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """What ``--json`` prints."""
         return {key: getattr(self, key) for key in SUMMARY}
-
-
-class RunFolder:
-    """The files of one run: ``config.json``, ``plan.txt``, ``plan.json``, ``metrics.jsonl``. Written by rank 0 alone."""
-
-    def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._metrics = open(path / "metrics.jsonl", "x", buffering=1)
-
-    def write_config(self, options: Options, facts: dict[str, Any]) -> None:
-        text = json.dumps({**json.loads(options.to_json()), **facts}, indent=2) + "\n"
-        (self.path / "config.json").write_text(text)
-
-    def write_plan(self, text: str, plan: Plan | None) -> None:
-        (self.path / "plan.txt").write_text(text)
-        if plan is not None:
-            (self.path / "plan.json").write_text(plan.to_json() + "\n")
-
-    def add(self, record: StepRecord | ValidationRecord) -> None:
-        """Append one line; it is in the file when this returns, so a run that dies keeps its metrics."""
-        self._metrics.write(json.dumps(asdict(record)) + "\n")
-
-    def close(self) -> None:
-        self._metrics.close()

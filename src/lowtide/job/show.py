@@ -27,7 +27,7 @@ def show_result(result: Result, options: Options, console: Console, *, output: s
 def summary_lines(result: Result, options: Options) -> list[str]:
     """The result in a few lines."""
     steps = len(result.losses)
-    ended = "stopped by request after" if result.interrupted else "done:"
+    ended = f"stopped by {result.stopped_by} after" if result.stopped_by else "done:"
     ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}"
     lines = [f"{ended} {steps} steps of {options.model_name} ({result.params:,} parameters), stage {result.stage}, {ranks}"]
     lines += [f"loss       {result.losses[0]:.4f} -> {result.losses[-1]:.4f}{_validation(result)}"]
@@ -41,8 +41,24 @@ def summary_lines(result: Result, options: Options) -> list[str]:
     if result.skipped:
         lines += [f"skipped    {result.skipped} steps, whose gradients were not finite"]
     if options.run is not None:
-        lines += [f"files      {options.run}/ (config.json, plan.txt, plan.json, metrics.jsonl)"]
+        lines += _run_lines(result, options.run)
     return lines
+
+
+def _run_lines(result: Result, run: str) -> list[str]:
+    """Where to find the run, what happened to it, and how to go on."""
+    lines: list[str] = []
+    if result.resumed_from is not None:
+        lines += [f"resumed    from step {result.resumed_from}"]
+    if result.checkpoints:
+        seconds = sum(result.saves_seconds)
+        again = f"; with --run {run} the same command goes on" if result.stopped_by else ""
+        count = len(result.checkpoints)
+        lines += [f"saved      {result.checkpoints[-1]} ({count} in all, {seconds:.1f} s){again}"]
+    happened = [f"{event.replace('_', ' ')} {count}" for event, count in result.events.items() if count]
+    if happened:
+        lines += [f"events     {', '.join(happened)}"]
+    return [*lines, f"files      {run}/ (config.json, plan.txt, plan.json, metrics.jsonl, events.jsonl)"]
 
 
 def outlook(plan: Plan) -> str:

@@ -65,7 +65,7 @@ def tell_story(console: Console, *, seconds: float, training: Options) -> Ending
     _show_larger(console, larger)
     text = training.data or "Python's own standard library"
     _chapter(console, 5, f"Training on text ({text}), {training.ranks} ranks, stage 3")
-    training = replace(training, steps=_steps_for(seconds, pairs[-1].lowtide.step_seconds))
+    training = replace(training, steps=_steps_for(seconds, pairs[-1].lowtide.step_seconds), save_every=0)
     failure = start_ranks([sys.executable, "-m", "lowtide.job.worker", training.to_json(), "text"], training.ranks)
     if failure is None:
         _close(console, pairs, larger, run, time.perf_counter() - started)

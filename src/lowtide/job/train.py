@@ -1,36 +1,46 @@
-"""``lowtide train`` as one rank sees it, in named phases: build, open the data, shard, train, measure."""
+"""``lowtide train`` as one rank sees it, in named phases: build, open the data, shard, go on or begin, train, measure."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from lowtide.api import engine_of
 from lowtide.config import parse_stage
 from lowtide.job.batches import Batches, SyntheticBatches, TextBatches
+from lowtide.job.checkpoints import Checkpoints, Trainee
 from lowtide.job.corpus import default_cache_folder, open_corpus, prepare_corpus
+from lowtide.job.events import Events
+from lowtide.job.failure import describe
+from lowtide.job.history import History
 from lowtide.job.interrupt import stop_on_signals
-from lowtide.job.loop import History, Loop, Recipe
+from lowtide.job.launch import started_by_launch
+from lowtide.job.loop import Loop, Recipe
 from lowtide.job.memory import counted_peak, job_peak, measure_rank, rank_memory_from_json, reset_peak
 from lowtide.job.models import Built, build_model
 from lowtide.job.options import Options, cores
 from lowtide.job.planned import Planned, choose_batch, plan_job
 from lowtide.job.progress import Reporter
-from lowtide.job.ranks import Member, gather_json, wait_for_all
-from lowtide.job.records import Result, RunFolder
+from lowtide.job.ranks import Member, everybody, gather_json, wait_for_all
+from lowtide.job.records import Result
+from lowtide.job.run_folder import RunFolder
 from lowtide.job.show import outlook
 from lowtide.job.tiers import Meter, limits_of, shard_as_asked
 
 
 def train(options: Options, member: Member, reporter: Reporter) -> Result:
-    """Run the job. Every rank calls this; every rank gets the same result but for its own losses and seconds."""
+    """Run the job. Every rank calls this; every rank gets the same result but for its own losses, seconds and events."""
     torch.set_num_threads(options.threads or max(1, cores() // member.local_ranks))
     torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
+    options = replace(options, run=gather_json(options.run, member)[0])  # a default has the time in it, which may differ
     built = build_model(options)
     params = sum(parameter.numel() for parameter in built.model.parameters())
     stage = parse_stage(options.stage, member.ranks)
@@ -43,31 +53,57 @@ def train(options: Options, member: Member, reporter: Reporter) -> Result:
     facts: dict[str, Any] = {"params": params, "stage": stage.number, "ranks": member.ranks, **data_facts}
     if planned.plan is not None:
         reporter.tell(outlook(planned.plan))
-    with _run_folder(options, member, facts, planned) as folder:
-        meter = Meter(built.model)
+    with _failures_told(built), _run_folder(options, member, facts, planned) as folder:
         torch.manual_seed(options.seed + member.rank)  # pyright: ignore[reportUnknownMemberType]
-        with stop_on_signals(reporter.tell) as stop:
-            loop = Loop(
-                model=built.model,
-                optimizer=optimizer,
-                loss=built.loss,
-                batches=batches,
-                steps=options.steps,
-                recipe=Recipe.for_synthetic() if options.synthetic else Recipe.for_text(options.steps),
-                meter=meter,
-                member=member,
-                reporter=reporter,
-                folder=folder,
-                stop=stop,
-            )
-            if options.memory is None:  # a memory number holds from the start, so its peak counts from there
-                reset_peak()
-            reporter.start(options.steps, limits_of(meter.usage, options))
-            try:
-                history = loop.run()
-            finally:
-                reporter.close()
-        return _result(history, built, meter, options, member, planned)
+        return _run(options, built, optimizer, batches, member, reporter, folder, planned)
+
+
+def _run(
+    options: Options,
+    built: Built,
+    optimizer: Optimizer,
+    batches: Batches,
+    member: Member,
+    reporter: Reporter,
+    folder: RunFolder | None,
+    planned: Planned,
+) -> Result:
+    """Go on from a checkpoint if there is one, train, and say what came out."""
+    recipe = Recipe.for_synthetic() if options.synthetic else Recipe.for_text(options.steps)
+    scheduler = LambdaLR(optimizer, lambda step: recipe.rate(step, options.steps))
+    history = History()
+    trainee = Trainee(model=built.model, optimizer=optimizer, scheduler=scheduler, batches=batches, history=history)
+    events = folder.events if folder is not None else Events(None)
+    saves = Checkpoints(trainee=trainee, options=options, member=member, reporter=reporter, events=events)
+    with stop_on_signals(reporter.tell) as stop:
+        resumed_from = saves.resume()
+        if folder is not None:
+            folder.begin(history.step)
+        if history.step >= options.steps:
+            reporter.tell(f"nothing is left to do: {history.step} steps are done; give more --steps to go on")
+        meter = Meter(built.model)
+        loop = Loop(
+            trainee=trainee,
+            loss=built.loss,
+            options=options,
+            recipe=recipe,
+            meter=meter,
+            member=member,
+            reporter=reporter,
+            folder=folder,
+            checkpoints=saves,
+            stop=stop,
+        )
+        if options.memory is None:  # a memory number holds from the start, so its peak counts from there
+            reset_peak()
+        reporter.start(options.steps, limits_of(meter.usage, options), done=history.step)
+        try:
+            loop.run()
+        finally:
+            reporter.close()
+    events.note("end", f"stopped by {history.stopped_by}" if history.stopped_by else "done", step=history.step)
+    made = {"resumed_from": resumed_from, "checkpoints": saves.paths, "saves_seconds": saves.seconds, "events": events.counts()}
+    return _result(history, built, meter, options, member, {**made, **planned.predictions()})
 
 
 def _open_batches(options: Options, built: Built, member: Member, reporter: Reporter) -> tuple[Batches, dict[str, Any]]:
@@ -84,10 +120,25 @@ def _open_batches(options: Options, built: Built, member: Member, reporter: Repo
     wait_for_all(member)
     path = path or prepare()
     corpus = open_corpus(path, least_tokens=built.context + 1)
-    batches = TextBatches.seeded(
-        corpus, batch=options.batch_size, context=built.context, rank=member.rank, ranks=member.ranks, seed=options.seed
+    batches = TextBatches(
+        corpus=corpus,
+        batch=options.batch_size,
+        context=built.context,
+        rank=member.rank,
+        ranks=member.ranks,
+        seed=options.seed,
     )
     return batches, {"context": built.context, "tokens_file": str(path), **asdict(corpus.header)}
+
+
+@contextmanager
+def _failures_told(built: Built) -> Generator[None, None, None]:
+    """Whatever ends this rank is known to the others at once, with its cause."""
+    try:
+        yield
+    except BaseException as error:
+        engine_of(built.model).group.watch.report(error)
+        raise
 
 
 @contextmanager
@@ -100,18 +151,24 @@ def _run_folder(
         return
     folder = RunFolder(Path(options.run))
     try:
+        folder.events.note_silent_end()
+        folder.events.note("start", f"process {os.getpid()}", ranks=member.ranks, attempt=options.attempt)
         folder.write_config(options, facts)
         folder.write_plan(planned.text, planned.plan)
         yield folder
+    except BaseException as error:
+        if not started_by_launch():  # the launcher knows the cause better than any rank
+            folder.events.note("failure", describe(error, member.rank).message)
+        raise
     finally:
         folder.close()
 
 
-def _result(history: History, built: Built, meter: Meter, options: Options, member: Member, planned: Planned) -> Result:
-    facts = {"memory": asdict(measure_rank()), "usage": asdict(meter.usage), "traffic": [asdict(t) for t in history.traffic]}
-    ranks = gather_json(facts, member)
+def _result(history: History, built: Built, meter: Meter, options: Options, member: Member, made: Mapping[str, Any]) -> Result:
+    exchange = engine_of(built.model).exchange
+    history.add_up_traffic(exchange)
+    ranks = everybody(exchange, "results", {"memory": asdict(measure_rank()), "usage": asdict(meter.usage)})
     memory = [rank_memory_from_json(rank["memory"]) for rank in ranks]
-    steps = list(zip(*(rank["traffic"] for rank in ranks), strict=True))  # per step, the traffic of every rank
     return Result(
         params=sum(parameter.numel() for parameter in built.model.parameters()),
         stage=engine_of(built.model).config.stage.number,
@@ -124,13 +181,13 @@ def _result(history: History, built: Built, meter: Meter, options: Options, memb
         counted_bytes=counted_peak(memory),
         budget_bytes=options.memory_bytes,
         disk_bytes=sum(rank["usage"]["disk_bytes"] for rank in ranks),
-        disk_read_bytes=[sum(rank["read_bytes"] for rank in step) for step in steps],
-        disk_written_bytes=[sum(rank["written_bytes"] for rank in step) for step in steps],
-        disk_wait_seconds=[max(rank["wait_seconds"] for rank in step) for step in steps],
+        disk_read_bytes=[step.read_bytes for step in history.traffic],
+        disk_written_bytes=[step.written_bytes for step in history.traffic],
+        disk_wait_seconds=[step.wait_seconds for step in history.traffic],
         activations=meter.usage.activations,
         update=meter.usage.update,
         skipped=history.skipped,
-        interrupted=history.interrupted,
+        stopped_by=history.stopped_by,
         batch=options.batch_size,
-        **planned.predictions(),
+        **made,
     )

@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from lowtide.job.failure import INTERRUPTED
+from lowtide.job.interrupt import exit_code
 from lowtide.job.options import Options
 from lowtide.job.progress import Reporter, Silent, reporter_for
 from lowtide.job.ranks import joined
@@ -22,7 +22,7 @@ def run_member(options: Options, *, output: str) -> int:
         result = train(options, member, reporter)
         if member.rank == 0:
             show_result(result, options, console, output=output)
-    return INTERRUPTED if result.interrupted else 0
+    return exit_code(result.stopped_by, saved=options.saves)
 
 
 if __name__ == "__main__":
