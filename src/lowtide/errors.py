@@ -248,6 +248,10 @@ class CheckpointError(Error, RuntimeError):
 
     way_out: ClassVar[str] = ""
 
+    def fields(self) -> dict[str, str | int]:
+        """What makes the same error again."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+
     def __str__(self) -> str:
         return f"checkpoint {self.path!r}: {self.problem}." + (f" {self.way_out}" if self.way_out else "")
 

@@ -159,3 +159,16 @@ def test_frozen_parameters_are_not_written_again(tmp_path: Path) -> None:
         lowtide.save(tmp_path / "run" / f"step-{step}", one.model, one.optimizer)
     name = "rank-00000-frozen.safetensors"
     assert (tmp_path / "run" / "step-0" / name).samefile(tmp_path / "run" / "step-1" / name)
+
+
+def _find_nothing(rank: int, world: int, folder: str) -> str:
+    one = Trained("mlp", "adamw_fused", Setup(ranks=2, stage=3), Path(folder), rank)
+    try:
+        lowtide.load(Path(folder, "nowhere"), one.model, one.optimizer)
+    except lowtide.Error as error:
+        return type(error).__name__
+    return "loaded"
+
+
+def test_all_ranks_raise_what_rank_0_found(tmp_path: Path) -> None:
+    assert run_ranks(2, _find_nothing, str(tmp_path)) == ["NoCheckpoint", "NoCheckpoint"]

@@ -30,6 +30,11 @@ _log = logging.getLogger("lowtide")
 
 Report = Callable[[int, int], None]
 
+_KINDS: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind for kind in (CheckpointError, CheckpointCorrupted, CheckpointTooNew, NoCheckpoint)
+}
+"""What rank 0 may find, by name: other ranks raise the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -77,17 +82,16 @@ def _facts_of(path: Path) -> tuple[int, int]:
 
 def _candidates(engine: Engine, path: Path) -> tuple[list[Path], list[str]]:
     """Which checkpoints to try, the same on all ranks: rank 0 has looked."""
-    said, refused = "", None
+    said = ""
     if engine.group.rank == 0:
         try:
             names, passed_over = _look(path)
             said = json.dumps({"names": names, "passed_over": passed_over})
         except CheckpointError as error:
-            refused = error
-            said = json.dumps({"problem": error.problem})
+            said = json.dumps({"kind": type(error).__name__, "fields": error.fields()})
     answer = json.loads(engine.exchange.texts("checkpoints", said)[0])
-    if "problem" in answer:
-        raise refused if refused is not None else CheckpointError(answer["problem"], str(path))
+    if "kind" in answer:
+        raise _KINDS[answer["kind"]](**answer["fields"])
     return [path / name for name in answer["names"]], answer["passed_over"]
 
 
