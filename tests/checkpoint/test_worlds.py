@@ -1,4 +1,4 @@
-"""Saved by four ranks at stage 3 with everything on disk: continued there, and loaded by one, two and three ranks at every stage."""
+"""Saved by four ranks at stage 3, all on disk: continued there, and loaded by one, two and three ranks at every stage."""
 
 from __future__ import annotations
 
