@@ -367,11 +367,11 @@ def test_freed_room_is_not_handed_out_before_its_last_request_is_done(tmp_path: 
         assert store.entered.wait(30)
         store.free(gone)
         meanwhile = store.reserve(KEY, [0, 4096])
-        assert store._records[meanwhile].blocks[0].offset == 4096
+        assert store._records[meanwhile].blocks[0].place.offset == 4096
         store.leave.set()
         store.drain()
         afterwards = store.reserve(KEY, [0, 4096])
-        assert store._records[afterwards].blocks[0].offset == 0
+        assert store._records[afterwards].blocks[0].place.offset == 0
 
 
 def test_freed_room_on_disk_is_used_again(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_blocks_on_disk_never_overlap(steps: list[tuple[bool, int]]) -> None:
             else:
                 store.free(held.pop(number % len(held)))
             blocks = [b for record in store._records.values() for b in record.blocks if b.room]
-            spans = sorted((b.offset, b.offset + b.room) for b in blocks)
+            spans = sorted((b.place.offset, b.place.offset + b.place.room) for b in blocks)
             free = [(offset, offset + nbytes) for offset, nbytes in store._spools[0]._free]
             joined = sorted(spans + free)
             assert all(a[1] == b[0] for a, b in itertools.pairwise(joined))  # no overlap and nothing lost

@@ -206,7 +206,7 @@ def the_file(store: DiskStore) -> Iterator[int]:
 def test_a_bit_that_flips_on_disk_is_found(store: FailingDisk, tmp_path: Path) -> None:
     first, kept = put(store)
     extent, _ = put(store)
-    offset = store._records[extent].blocks[0].offset
+    offset = store._records[extent].blocks[0].place.offset
     with the_file(store) as fd:
         byte = os.pread(fd, 1, offset + 12_345)
         os.pwrite(fd, bytes([byte[0] ^ 4]), offset + 12_345)
@@ -220,11 +220,11 @@ def test_a_bit_that_flips_on_disk_is_found(store: FailingDisk, tmp_path: Path) -
 def test_an_old_block_that_is_put_back_is_found(store: FailingDisk) -> None:
     extent, _ = put(store, 8192)
     with the_file(store) as fd:
-        old = os.pread(fd, 8192, store._records[extent].blocks[0].offset)
+        old = os.pread(fd, 8192, store._records[extent].blocks[0].place.offset)
         newer = random_bytes(8192)
         store.write(extent, 0, newer, Priority.NOW).wait()
         assert torch.equal(get(store, extent), newer)
-        os.pwrite(fd, old, store._records[extent].blocks[0].offset)
+        os.pwrite(fd, old, store._records[extent].blocks[0].place.offset)
     with pytest.raises(DiskCorrupted, match="write 2 of this block"):
         get(store, extent)
 
@@ -232,7 +232,9 @@ def test_an_old_block_that_is_put_back_is_found(store: FailingDisk) -> None:
 def test_a_block_of_another_unit_in_its_place_is_found(store: FailingDisk) -> None:
     (one, _), (two, _) = put(store, 8192), put(store, 8192)
     with the_file(store) as fd:
-        os.pwrite(fd, os.pread(fd, 8192, store._records[two].blocks[0].offset), store._records[one].blocks[0].offset)
+        os.pwrite(
+            fd, os.pread(fd, 8192, store._records[two].blocks[0].place.offset), store._records[one].blocks[0].place.offset
+        )
     with pytest.raises(DiskCorrupted):
         get(store, one)
 
