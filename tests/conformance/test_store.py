@@ -399,7 +399,7 @@ def test_blocks_on_disk_never_overlap(steps: list[tuple[bool, int]]) -> None:
                 held.append(store.reserve(KEY, cuts_of([number, number // 3])))
             else:
                 store.free(held.pop(number % len(held)))
-            blocks = [b for record in store._records.values() for b in record.blocks if b.room]
+            blocks = [b for record in store._records.values() for b in record.blocks if b.place.room]
             spans = sorted((b.place.offset, b.place.offset + b.place.room) for b in blocks)
             free = [(offset, offset + nbytes) for offset, nbytes in store._spools[0]._free]
             joined = sorted(spans + free)
