@@ -51,6 +51,7 @@ def configuration(name: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "setup"), CASES, ids=lambda case: str(case))
 def test_transformers_reads_the_same_bits(tmp_path: Path, name: str, setup: Setup) -> None:
     checkpoint, expected = saved(tmp_path, name, setup)
@@ -162,6 +163,7 @@ def test_a_copy_is_as_old_as_its_original(tmp_path: Path) -> None:
 # -- from Hugging Face ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
 @pytest.mark.parametrize("setup", [Setup(), ON_DISK], ids=str)
 def test_what_transformers_wrote_can_be_loaded(tmp_path: Path, name: str, setup: Setup) -> None:

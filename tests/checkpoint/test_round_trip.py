@@ -55,12 +55,14 @@ def test_training_goes_on_as_if_it_had_never_stopped(tmp_path: Path, setup: Setu
     run(setup, resume, str(tmp_path), "gpt", "adamw_fused", setup, True)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("optimizer", ["sgd_momentum", "adamw_groups", "adamw_amsgrad", "nadam", "custom"])
 @pytest.mark.parametrize("setup", [Setup(), Setup(stage=3, disk=True), Setup(ranks=2, stage=3)], ids=str)
 def test_states_of_any_optimizer_come_back(tmp_path: Path, setup: Setup, optimizer: str) -> None:
     run(setup, resume, str(tmp_path), "mlp", optimizer, setup, True)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("setup", [Setup(), Setup(stage=3, disk=True, resident="mixed"), Setup(ranks=2, stage=3)], ids=str)
 @pytest.mark.parametrize("model", ["tied_head", "lora", "convolutions", "buffers", "mixed_dtypes", "odd_sizes", "frozen_block"])
 def test_any_model_comes_back(tmp_path: Path, setup: Setup, model: str) -> None:
@@ -85,7 +87,7 @@ TO = [Setup(), Setup(stage=3, disk=True, resident="mixed", chunk_bytes=8192, upd
 TO += [Setup(ranks=2, stage=2), Setup(ranks=3, stage=3, disk=True), Setup(ranks=3, stage=0)]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("to", TO, ids=lambda s: f"to-{s}")
 @pytest.mark.parametrize("of", FROM, ids=lambda s: f"from-{s}")
 def test_any_setup_loads_what_any_other_saved(tmp_path: Path, of: Setup, to: Setup) -> None:

@@ -199,6 +199,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_file_is(damage: str, specimen: Specimen) -> None:
     """Each file of the newest checkpoint in turn: refused by verify, and the older one is loaded."""

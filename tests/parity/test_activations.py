@@ -102,7 +102,7 @@ def check(ranks: int, *case: Any) -> None:
     assert not any(found), "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("policy", ["recompute", "recompute and spill"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("model", MENAGERIE)
@@ -118,7 +118,7 @@ def test_two_ranks_equal_ddp(model: str) -> None:
 AWKWARD = ("buffers", "dropout", "gpt", "dict_output", "lstm", "frozen_block", "called_twice", "tied_across_blocks", "moe")
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("policy", ["recompute", "spill", "every other"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("model", AWKWARD)
@@ -143,7 +143,7 @@ def all_ways(rank: int, world: int, name: str) -> list[str]:
     return problems
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", walks.SCENARIOS)
 def test_gradients_are_the_same(name: str, ranks: int) -> None:

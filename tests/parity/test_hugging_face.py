@@ -10,7 +10,7 @@ from tests.kit.parity import Case, Recipe, check
 CASES = [(name, stage) for name in HUGGING_FACE for stage in (0, 1, 2, 3)]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("name", "stage"), CASES)
 def test_two_ranks_equal_ddp(name: str, stage: int) -> None:
     check(2, Case(f"hf_{name}", stage, Recipe(steps=2, clip=1.0)), timeout=110)

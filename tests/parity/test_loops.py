@@ -92,7 +92,7 @@ def test_gradients_set_to_zero(ranks: int, stage: int) -> None:
     check(ranks, Case("gpt", stage, Recipe("sgd_momentum", set_to_none=False)))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("shares", [(1, 3), (0, 1), (5, 2)], ids=str)
 @pytest.mark.parametrize("by", ["element", "row", "tensor"])
 @pytest.mark.parametrize("stage", [1, 2, 3])

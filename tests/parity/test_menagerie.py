@@ -11,21 +11,21 @@ STAGES = (0, 1, 2, 3)
 AWKWARD = ("odd_sizes", "moe", "convolutions", "unused", "mixed_dtypes")
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", MENAGERIE)
 def test_one_rank_equals_plain_torch(model: str, stage: int) -> None:
     check(1, Case(model, stage))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", MENAGERIE)
 def test_two_ranks_equal_ddp(model: str, stage: int) -> None:
     check(2, Case(model, stage))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", AWKWARD)
 @pytest.mark.parametrize("ranks", [3, 4])

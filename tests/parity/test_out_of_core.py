@@ -87,14 +87,14 @@ def _turn(table: Any, name: str, update: str) -> Where:
     return Where(update, chunk_bytes, resident=resident)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("model", MENAGERIE)
 def test_every_model_on_one_rank(model: str, update: str, tmp_path: Path) -> None:
     check(1, Case(model, 3, Recipe(steps=2)), Where(update), tmp_path)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("model", MENAGERIE)
 def test_every_model_on_two_ranks(model: str, tmp_path: Path) -> None:
     turn = list(MENAGERIE).index(model)

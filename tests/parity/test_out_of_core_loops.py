@@ -64,7 +64,7 @@ def _check_scenario(ranks: int, name: str, stage: int, where: Where, folder: Pat
     assert not any(found), "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("looks", [pytest.param(True, marks=pytest.mark.soak), False], ids=["seen", "unseen"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_same_numbers(name: str, looks: bool, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def _difference(rank: int, world: int, name: str, stage: int) -> str | None:
 _ONE_RANK_LATER = [pytest.param(stage, 1, marks=pytest.mark.soak) for stage in (1, 2)]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (3, 1), (0, 2), (1, 2), (2, 2), (3, 2), *_ONE_RANK_LATER])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_same_numbers(name: str, stage: int, ranks: int) -> None:
