@@ -111,7 +111,7 @@ def test_activations_are_as_asked_and_every_step_is_recorded(
 
 
 def test_the_batch_may_be_chosen_by_the_planner(capfd: pytest.CaptureFixture[str]) -> None:
-    chosen = _train(capfd, *TINY_GPT, "--steps", "1", "--batch", "auto", "--memory", "1500MiB")
+    chosen = _train(capfd, *TINY_GPT, "--steps", "1", "--batch", "auto", "--memory", "4GiB")
     assert chosen["batch"] > 2, "a batch of one or two leaves most of this memory and of the processor unused"
     assert chosen["predicted_seconds"] > 0
     again = _train(capfd, *TINY_GPT, "--steps", "1", "--batch", str(chosen["batch"]))
