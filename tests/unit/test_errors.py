@@ -29,6 +29,11 @@ EXAMPLES: dict[type[errors.Error], errors.Error] = {
     errors.DiskFull: errors.DiskFull("no space", "/scratch", None, "head", "parameters", 1, 3 << 20, 1 << 20),
     errors.SpoolRefused: errors.SpoolRefused("a symlink", "/scratch", None, "", "", 1),
     errors.DiskStalled: errors.DiskStalled("read of 'head'", 300.0),
+    errors.CheckpointError: errors.CheckpointError("no room", "run/step-1"),
+    errors.CheckpointCorrupted: errors.CheckpointCorrupted("bytes differ", "run/step-1"),
+    errors.CheckpointMismatch: errors.CheckpointMismatch("'head' is (3,) here", "run/step-1"),
+    errors.CheckpointTooNew: errors.CheckpointTooNew("run/step-1", 2, 1, "9.0"),
+    errors.NoCheckpoint: errors.NoCheckpoint("there is none", "run"),
 }
 TREE = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.Error)} - {errors.Error}
 

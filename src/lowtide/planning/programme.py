@@ -193,8 +193,13 @@ def _short_of(problem: Problem, runs: Sequence[_Run]) -> dict[Tier, int]:
 def _short_in_all(problem: Problem) -> dict[Tier, int]:
     """Every tier could hold its least, but not all of them at once: what the slowest would have to have more."""
     slowest = max(problem.room, key=list(Tier).index)
+    if problem.room[slowest] == _NO_END:  # even that would not do: then the nearest is too small, by an amount not known
+        return {min(problem.room, key=list(Tier).index): 1}
     roomier = replace(problem, room={**problem.room, slowest: _NO_END}, objective="capacity")
-    return {slowest: solve(roomier).peaks[slowest] - problem.room[slowest]}
+    try:
+        return {slowest: solve(roomier).peaks[slowest] - problem.room[slowest]}
+    except Infeasible as infeasible:
+        return infeasible.short
 
 
 class _Model:
