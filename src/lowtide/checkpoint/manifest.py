@@ -42,7 +42,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 _FILE_NAME = r"^[a-z0-9][a-z0-9.-]{0,99}$"
-_HEAD = b'{"format":"lowtide checkpoint","version":'
 _TAIL = re.compile(rb'"digest":"([0-9a-f]{32})"}\n\Z')
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]

@@ -34,9 +34,7 @@ _bounce = threading.local()
 
 def write_all(call: Call, spool: Spool, memory: Bytes, offset: int) -> None:
     """Write ``memory``; what lies beyond its end in the last sector is undefined."""
-    whole = _as_it_lies(spool, memory)
-    for start in range(0, whole, _PIECE):
-        _repeat(call, spool, memory[start : min(start + _PIECE, whole)], offset + start)
+    whole = _move_as_it_lies(call, spool, memory, offset)
     for start in range(whole, memory.nbytes, _BOUNCE):
         part = memory[start : start + _BOUNCE]
         padded = _padded(part.nbytes)
@@ -46,9 +44,7 @@ def write_all(call: Call, spool: Spool, memory: Bytes, offset: int) -> None:
 
 def read_all(call: Call, spool: Spool, memory: Bytes, offset: int) -> None:
     """Fill ``memory``."""
-    whole = _as_it_lies(spool, memory)
-    for start in range(0, whole, _PIECE):
-        _repeat(call, spool, memory[start : min(start + _PIECE, whole)], offset + start)
+    whole = _move_as_it_lies(call, spool, memory, offset)
     for start in range(whole, memory.nbytes, _BOUNCE):
         part = memory[start : start + _BOUNCE]
         padded = _padded(part.nbytes)
@@ -63,11 +59,14 @@ def digest_of(memory: Bytes) -> int:
     return hasher.intdigest()
 
 
-def _as_it_lies(spool: Spool, memory: Bytes) -> int:
-    """How many bytes need no buffer."""
-    if not spool.direct:
-        return memory.nbytes
-    return memory.nbytes // ALIGNMENT * ALIGNMENT if memory.ctypes.data % ALIGNMENT == 0 else 0
+def _move_as_it_lies(call: Call, spool: Spool, memory: Bytes, offset: int) -> int:
+    """Move what needs no buffer; how many bytes that were."""
+    whole = memory.nbytes
+    if spool.direct:
+        whole = whole // ALIGNMENT * ALIGNMENT if memory.ctypes.data % ALIGNMENT == 0 else 0
+    for start in range(0, whole, _PIECE):
+        _repeat(call, spool, memory[start : min(start + _PIECE, whole)], offset + start)
+    return whole
 
 
 def _padded(nbytes: int) -> Bytes:
