@@ -27,6 +27,11 @@ class Cgroup:
     def __init__(self, path: Path, *, version: int) -> None:
         self.path, self.version = path, version
 
+    @property
+    def limit_file(self) -> Path:
+        """What its limit is written to."""
+        return self.path / ("memory.limit_in_bytes" if self.version == 1 else "memory.max")
+
     def kills(self) -> int:
         """How many processes the kernel has killed for memory in it."""
         text = (self.path / ("memory.oom_control" if self.version == 1 else "memory.events")).read_text()
@@ -39,10 +44,10 @@ class Cgroup:
         return None
 
 
-def _parent() -> tuple[Path, int]:
+def _parent(controller: str = "memory") -> tuple[Path, int]:
     """The folder of the group that this process is in, and the version."""
-    version, root = (1, _MOUNT / "memory") if (_MOUNT / "memory").is_dir() else (2, _MOUNT)
-    wanted = "memory" if version == 1 else ""
+    version, root = (1, _MOUNT / controller) if (_MOUNT / controller).is_dir() else (2, _MOUNT)
+    wanted = controller if version == 1 else ""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == wanted:
@@ -62,14 +67,51 @@ def memory_cgroup(name: str, limit_bytes: int) -> Generator[Cgroup]:
     except OSError as error:
         raise NoCgroup(f"{parent}: {error.strerror}") from error
     try:
-        limit = path / ("memory.limit_in_bytes" if version == 1 else "memory.max")
+        group = Cgroup(path, version=version)
+        limit = group.limit_file
         try:
             if not limit.exists():
                 raise NoCgroup(f"{parent} does not hand the memory controller down")
             limit.write_text(str(limit_bytes))
         except OSError as error:
             raise NoCgroup(f"{limit}: {error.strerror}") from error
-        yield Cgroup(path, version=version)
+        yield group
+    finally:
+        _remove(path)
+
+
+class SlowDisk:
+    """A group whose reads and writes of one disk can be slowed down at any time."""
+
+    def __init__(self, path: Path, device: str, *, version: int) -> None:
+        self.path, self._device, self._version = path, device, version
+
+    @property
+    def files(self) -> list[str]:
+        """What ``rule`` is written to."""
+        names = ["blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device"] if self._version == 1 else ["io.max"]
+        return [str(self.path / name) for name in names]
+
+    def rule(self, bytes_per_second: int) -> str:
+        """At most so many in each direction; 0: as fast as it can."""
+        if self._version == 1:
+            return f"{self._device} {bytes_per_second}"
+        limit = bytes_per_second or "max"
+        return f"{self._device} rbps={limit} wbps={limit}"
+
+
+@contextmanager
+def slow_disk(name: str, folder: Path) -> Generator[SlowDisk]:
+    """A group that can slow down the disk that ``folder`` is on; needs root. Version 1: direct requests only."""
+    parent, version = _parent("blkio")
+    number = folder.stat().st_dev
+    path = parent / f"{name}-io-{os.getpid()}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        raise NoCgroup(f"{parent}: {error.strerror}") from error
+    try:
+        yield SlowDisk(path, f"{os.major(number)}:{os.minor(number)}", version=version)
     finally:
         _remove(path)
 
