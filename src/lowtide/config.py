@@ -179,16 +179,28 @@ class DiskFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comm:
-    """How ranks talk. ``deadline``: seconds that one exchange may take before every rank gives up with a report.
-    ``prefetch``: how many units are gathered ahead of compute. ``bucket_bytes``: units below this size travel together."""
+    """How ranks talk. ``deadline``: seconds that one exchange may take before every rank gives up with a report;
+    ``first_deadline``: the same before the first step is over, and for checkpoints.
+    ``prefetch``: how many units are gathered ahead of compute. ``bucket_bytes``: units below this size travel together.
 
-    deadline: float = 300.0
+    ``transport``: ``auto`` is shared memory between ranks on a host, where it can be had, and torch.distributed between hosts;
+    ``shared`` is the same, and an error where it cannot be had; ``torch`` is torch.distributed everywhere. None changes a bit.
+    ``codec``: how gradients cross a network; ``exact``, or ``bf16``, which halves the bytes and changes results.
+    """
+
+    deadline: float = 120.0
+    first_deadline: float = 600.0
     prefetch: int = 1
     bucket_bytes: int = 1 << 20
+    transport: str = "auto"
+    codec: str = "exact"
 
     def __post_init__(self) -> None:
-        if not self.deadline > 0:
-            raise ArgumentError(f"Comm.deadline is {self.deadline!r}; give seconds > 0.")
+        _one_of("Comm.transport", self.transport, ("auto", "shared", "torch"))
+        _one_of("Comm.codec", self.codec, ("exact", "bf16"))
+        for name in ("deadline", "first_deadline"):
+            if not getattr(self, name) > 0:
+                raise ArgumentError(f"Comm.{name} is {getattr(self, name)!r}; give seconds > 0.")
         if self.prefetch < 0 or self.bucket_bytes < 0:
             raise ArgumentError("Comm.prefetch and Comm.bucket_bytes must be >= 0.")
 

@@ -107,6 +107,8 @@ class PeerFailed(Error, RuntimeError):
     rank: int
     cause: str
     waiting_for: str
+    report: str = ""
+    """Where every rank stood, if a deadline passed. Printed once already, so it is no part of the message."""
 
     def __str__(self) -> str:
         where = f" (this rank was at {self.waiting_for})" if self.waiting_for else ""
@@ -119,14 +121,18 @@ class DeadlineExceeded(Error, TimeoutError):
 
     waiting_for: str
     seconds: float
+    because: str = "another rank did not take part"
+    report: str = ""
+    """Where every rank stood. Printed once already, so it is no part of the message."""
 
-    def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, float]]:
-        return type(self), (self.waiting_for, self.seconds)  # an OSError forgets its arguments
+    def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, float, str, str]]:
+        return type(self), (self.waiting_for, self.seconds, self.because, self.report)  # an OSError forgets its arguments
 
     def __str__(self) -> str:
         return (
-            f"no answer for {self.waiting_for} within {self.seconds:.0f} s: another rank did not take part. "
-            f"Every rank must run the same forward, backward, step and state_dict calls."
+            f"no answer for {self.waiting_for} within {self.seconds:.0f} s: {self.because}. "
+            f"Every rank must run the same forward, backward, step and state_dict calls; "
+            f"if one may be away for longer, give comm=lowtide.Comm(deadline=...)."
         )
 
 

@@ -7,11 +7,13 @@ lowtide requires the torch versions it is tested with; this file is what to look
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -47,6 +49,11 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def profile_under_way() -> bool:
+    """Whether a profiler records what this thread does."""
+    return torch._C._autograd._profiler_enabled()
+
+
 def innermost_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """The pack and unpack functions that would be used for a tensor saved now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -80,6 +87,18 @@ def is_compiled_whole(model: nn.Module) -> bool:
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, run as it is even when called from compiled code."""
     return torch._dynamo.disable(function)
+
+
+def gloo_options(address: str, interfaces: Sequence[str], timeout: timedelta) -> Any:
+    """What a ``ProcessGroupGloo`` takes instead of a timeout: where its sockets listen; its default if nothing is said."""
+    make = torch.distributed.ProcessGroupGloo.create_device
+    devices = [make(interface=name) for name in interfaces]
+    if address and not devices:
+        devices = [make(hostname=address)]
+    options = torch.distributed.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = devices or [torch.distributed.ProcessGroupGloo.create_default_device()]
+    return options
 
 
 def clear_step_hooks(optimizer: Optimizer) -> None:

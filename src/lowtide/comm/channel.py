@@ -5,7 +5,9 @@ one header of fixed size, which says what they are about to do. Ranks that would
 and raise; they never enter an exchange whose sizes differ, which with gloo would end the process.
 
 [Note: how a wait ends] A caller waits for a ticket in short slices of Python, never in C, so Ctrl-C and the watch get
-through. The thread itself waits in C; when a rank fails, the watch closes the connections under it, and it comes back.
+through. The thread itself waits in C; when a rank fails, the watch closes the connections under it, and it comes back. A wait
+that takes longer than its deadline is the watch's business: it asks all ranks where they stand, and every rank fails with one
+report.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lowtide.comm.deadlines import Deadlines
+from lowtide.comm.hang import COMES, DONE, MOVES, Place
 from lowtide.comm.transport import Alone, LinkBroken, Transport
 from lowtide.comm.watch import Watch
-from lowtide.errors import DeadlineExceeded, Error, InternalError, Mismatch, PeerFailed, Refused
+from lowtide.errors import Error, InternalError, Mismatch, PeerFailed, Refused
 
 T = TypeVar("T")
 
@@ -40,6 +44,7 @@ _TEXT_BYTES = 96
 _NOTE_BYTES = _HEADER_BYTES - _HEADER.size - _TEXT_BYTES
 _SLICE = 0.05  # seconds a caller sleeps at most before it looks up
 _NEWS = 1.0  # seconds a closed connection is given to be explained by the watch
+_LAST_WORDS = 0.3  # seconds that work may take to come to its own end after a failure has become known
 _DRAIN = 5.0  # seconds that closing waits for work under way
 
 
@@ -70,6 +75,7 @@ class Wire:
 
 
 Work = Callable[[Wire, list[bytes]], T]
+Observer = Callable[[str, str, str, float], None]
 
 
 class Ticket(Generic[T]):
@@ -81,7 +87,7 @@ class Ticket(Generic[T]):
         self._work = work
         self._note = note
         self._finished = threading.Event()
-        self._agreed = False  # all ranks have shown their header: from here on every rank takes part
+        self.agreed = False  # all ranks have shown their header: from here on every rank takes part
         self._result: T | None = None
         self._error: BaseException | None = None
 
@@ -92,9 +98,11 @@ class Ticket(Generic[T]):
 
     def wait(self) -> T:
         """Block until the work is done on this rank."""
-        since = time.monotonic()
-        while not self._finished.wait(_SLICE):
-            self._channel.look_up(self.label, since=since, agreed=self._agreed)
+        if not self._finished.is_set():
+            since = time.monotonic()
+            while not self._finished.wait(_SLICE):
+                self._channel.look_up(self.label, since=since, agreed=self.agreed)
+            self._channel.note_wait(self.label, since)
         if self._error is not None:
             self._channel.delivered()
             # The traceback is cut back to what the thread saw, or it would grow with every wait.
@@ -104,7 +112,7 @@ class Ticket(Generic[T]):
     def carry_out(self, wire: Wire, sequence: int) -> None:
         """Called once, by the channel."""
         notes = _show_headers(wire.world, self.label, sequence, self._note)
-        self._agreed = True
+        self.agreed = True
         self._result = self._work(wire, notes)
 
     def finish(self, error: BaseException | None) -> None:
@@ -117,14 +125,18 @@ class Ticket(Generic[T]):
 class Channel:
     """A queue of work that all ranks submit in the same order. See the module's text for the rules."""
 
-    def __init__(self, name: str, wire: Wire, *, watch: Watch, deadline: float) -> None:
+    def __init__(self, name: str, wire: Wire, *, watch: Watch, deadline: float | Deadlines) -> None:
         self.name = name
-        self.deadline = deadline
+        self._deadlines = deadline if isinstance(deadline, Deadlines) else Deadlines.fixed(deadline)
         self._wire = wire
         self._watch = watch
         self._queue: queue.SimpleQueue[Ticket[Any] | None] = queue.SimpleQueue()
         self._sequence = 0
         self._progress = time.monotonic()  # when work last started or ended
+        self._current: Ticket[Any] | None = None  # what the thread is at
+        self._last: Label | None = None  # what it has done last
+        self.observer: Observer | None = None
+        """Hears of exchanges: ``work`` or ``wait``, the label, and when it began. Must not refer to what owns the channel."""
         self._cause: BaseException | None = None  # once set, nothing goes through any more
         self._untold: BaseException | None = None  # an error that has not been raised to anybody yet
         self._closed = False
@@ -134,10 +146,18 @@ class Channel:
             self._thread = threading.Thread(target=self._serve, name=f"lowtide-{name}", daemon=True)
             self._thread.start()
             watch.on_failure(self._on_peer_failure)
+            watch.add_place(self, self.place)
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that a wait may take now."""
+        return self._deadlines.seconds
 
     def submit(self, label: Label, work: Work[T], note: bytes = b"") -> Ticket[T]:
         """Queue ``work(wire, notes)``; ``notes`` are the notes of all ranks, which have one length. Runs under no_grad."""
         ticket = Ticket(self, label, work, note)
+        if self._cause is None:
+            self._watch.raise_if_failed(str(label))  # this channel may not have heard of it yet
         with self._lock:
             if self._closed:
                 raise Refused(f"{label} was asked for after the model's group was closed; shard the model again.")
@@ -164,6 +184,7 @@ class Channel:
             if self._thread.is_alive():
                 self._wire.abort()
                 self._thread.join(_DRAIN)
+        self._watch.remove_place(self)
         # Connections close when nothing refers to them any more; this channel may be referred to for long.
         self._wire = Wire(Alone(), Alone(), Alone())
         if self._untold is not None:
@@ -171,20 +192,50 @@ class Channel:
 
     def look_up(self, label: Label, *, since: float, agreed: bool) -> None:
         """Called by a waiting ticket every few moments: raise if its work cannot come to an end any more."""
-        self._watch.raise_if_failed(str(label))
         now = time.monotonic()
+        if self._watch.failure is not None:
+            # A rank that has all it needed from this one may fail while we are still about to notice that it was there.
+            if now - self._watch.failed_at > _LAST_WORDS:
+                self._watch.raise_if_failed(str(label))
+            return
         if not agreed:
             for rank, when in self._watch.left().items():
                 if now - max(when, since) > _NEWS:
                     self._break(PeerFailed(rank, "left in good order while others still needed it", str(label)))
                     self._raise_cause(label)
-        if now - max(self._progress, since) > self.deadline:
-            self._break(DeadlineExceeded(str(label), self.deadline))
-            self._raise_cause(label)
+        waited = now - max(self._progress, since)
+        if waited > self.deadline:
+            raise self._overdue(label, waited)
+
+    def note_wait(self, label: Label, since: float) -> None:
+        """Called by a ticket whose caller has stood still until now."""
+        self._watch.note_wait(time.monotonic() - since)
+        if (observer := self.observer) is not None:
+            observer("wait", label.kind, label.name, since)
 
     def delivered(self) -> None:
         """Called by a ticket that raises its error."""
         self._untold = None
+        self._watch.told()
+
+    def place(self) -> Place | None:
+        """What this channel is at, or was at last; for a report, from any thread."""
+        current, last, seconds = self._current, self._last, time.monotonic() - self._progress
+        if current is not None:
+            return Place(self._where, str(current.label), MOVES if current.agreed else COMES, seconds, self._sequence)
+        return Place(self._where, str(last), DONE, seconds, self._sequence - 1) if last is not None else None
+
+    @property
+    def _where(self) -> str:
+        return f"channel {self.name!r}"
+
+    def _overdue(self, label: Label, waited: float) -> Exception:
+        """Every rank reports where it stands, and fails; the error for the caller here."""
+        error = self._watch.overdue(str(label), where=self._where, waited=waited, deadline=self.deadline)
+        self._break(error, tell=False)
+        with self._lock:
+            self._cause, self._untold = error, None  # the watch has broken this channel as all others, with fewer words
+        return error
 
     def _serve(self) -> None:
         while (ticket := self._queue.get()) is not None:
@@ -196,6 +247,7 @@ class Channel:
             ticket.finish(_seen_from(self._cause, ticket.label))
             return
         self._progress = time.monotonic()
+        self._current = ticket
         error: BaseException | None = None
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -211,8 +263,11 @@ class Channel:
         except BaseException as failure:
             error = failure
             self._break(error)
+        self._current, self._last = None, ticket.label
         self._sequence += 1
-        self._progress = time.monotonic()
+        began, self._progress = self._progress, time.monotonic()
+        if (observer := self.observer) is not None:
+            observer("work", ticket.label.kind, ticket.label.name, began)
         ticket.finish(error)
 
     def _explain(self, broken: LinkBroken, label: Label) -> BaseException:
@@ -220,12 +275,10 @@ class Channel:
         if self._cause is not None:
             return _seen_from(self._cause, label)
         if broken.timed_out and self._watch.failure is None:
-            return DeadlineExceeded(str(label), self.deadline)
-        end = time.monotonic() + _NEWS
-        while time.monotonic() < end:
-            if self._watch.failure is not None:
-                return PeerFailed(self._watch.failure.rank, self._watch.failure.cause, str(label))
-            time.sleep(0.01)
+            return self._overdue(label, time.monotonic() - self._progress)
+        failure = self._watch.await_news(_NEWS)
+        if failure is not None:
+            return PeerFailed(failure.rank, failure.cause, str(label), failure.report)
         for rank in self._watch.left():
             return PeerFailed(rank, "left in good order while others still needed it", str(label))
         return PeerFailed(-1, f"a connection was lost ({broken})", str(label))
@@ -245,18 +298,19 @@ class Channel:
     def _on_peer_failure(self) -> None:
         failure = self._watch.failure
         if failure is not None:
-            self._break(PeerFailed(failure.rank, failure.cause, ""))
+            self._break(failure, tell=False)
+            self._wire.abort()
             self._untold = None  # the watch tells it at the next call
 
     def _raise_cause(self, label: Label) -> None:
         if self._cause is not None:
-            self._untold = None
+            self.delivered()
             raise _seen_from(self._cause, label).with_traceback(None)
 
 
 def _seen_from(cause: BaseException, label: Label) -> BaseException:
     """The failure of a rank, told to a caller who was at ``label``."""
-    return PeerFailed(cause.rank, cause.cause, str(label)) if isinstance(cause, PeerFailed) else cause
+    return PeerFailed(cause.rank, cause.cause, str(label), cause.report) if isinstance(cause, PeerFailed) else cause
 
 
 class _HeadersDiffer(Error):

@@ -28,8 +28,12 @@ def identity() -> bytes:
 
 
 def this_host() -> str:
-    """The same text for all processes that share this machine's memory."""
-    return identity().strip(b"\0").decode().rpartition(" ")[0] or socket.gethostname()
+    """The same text for all processes that may share this machine's memory: one kernel, one user, and nothing that was set up
+    to keep them apart, neither their processes nor their networks."""
+    seen = identity().strip(b"\0").decode().rpartition(" ")[0]
+    if not seen:
+        return socket.gethostname()
+    return f"{seen} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
 
 
 def _pid_seen_from_here(who: bytes) -> int | None:

@@ -79,6 +79,37 @@ class Share:
             return 0.0
         return transfers * (self.wire.latency + nbytes * (1 - 1 / self.world_size) / self.wire.bandwidth)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of a host hold one copy of their shards together, see runtime/common_homes.py."""
+        return not self.separate and self.local_ranks > 1 and self.local_ranks * self.hosts == self.world_size
+
+    @property
+    def copies(self) -> int:
+        """How many hosts have a copy of parameters that are sharded."""
+        return self.hosts if self.shares_memory else 1
+
+    def between_hosts_seconds(self, nbytes: int) -> float:
+        """Every byte crosses the network once, and all ranks of a host share in it."""
+        between = self.hardware.between
+        if self.hosts == 1 or between is None or not nbytes:
+            return 0.0
+        return between.latency + nbytes * (1 - 1 / self.hosts) / between.bandwidth
+
+    def gather_seconds(self, nbytes: int) -> tuple[float, float]:
+        """To have a sharded unit whole in forward, and again in backward."""
+        if self.shares_memory:
+            return self.between_hosts_seconds(nbytes), 0.0
+        seconds = self.collective_seconds(nbytes)
+        return seconds, seconds
+
+    def reduce_seconds(self, nbytes: int, transfers: int) -> float:
+        """To add gradients; ``transfers`` is 2 if every rank gets the whole sum."""
+        if not self.shares_memory or not nbytes:
+            return self.collective_seconds(nbytes, transfers)
+        # Scaled into the window, and every rank's piece of it added up; each is a read and a write.
+        return self.moved_seconds(2 * (1 + transfers) * nbytes) + transfers * self.between_hosts_seconds(nbytes)
+
 
 def rates_of(share: Share, disk: Disk | None) -> Rates:
     """Seconds per byte for one rank, all ranks of a host moving bytes at once."""
@@ -115,13 +146,13 @@ def _unit_needs(facts: UnitFacts, model: ModelSpec, share: Share, stage: Stage, 
     sizes = unit_from_facts(facts, stage, share.world_size, kinds)
     updated = -(-facts.trained_numel // (share.world_size if stage.optimizer else 1))
     moved = updated * (2 * kinds.parameters + kinds.gradients + 2 * kinds.optimizer)
-    gather = share.collective_seconds(sizes.whole) if stage.parameters else 0.0
-    reduce = share.collective_seconds(sizes.reduction, 1 if stage.gradients else 2)
+    gather, gather_again = share.gather_seconds(sizes.whole) if stage.parameters else (0.0, 0.0)
+    reduce = share.reduce_seconds(sizes.reduction, 1 if stage.gradients else 2)
     publish = share.collective_seconds(sizes.whole) if stage.optimizer and not stage.parameters else 0.0
     return UnitNeeds(
         name=facts.name,
         whole=sizes.whole,
-        parameters=sizes.parameters,
+        parameters=sizes.parameters * (share.copies if stage.parameters else 1),
         gradients=sizes.gradients,
         optimizer=sizes.optimizer,
         activations=sizes.activations,
@@ -131,7 +162,7 @@ def _unit_needs(facts: UnitFacts, model: ModelSpec, share: Share, stage: Stage, 
         update_seconds=share.moved_seconds(moved),
         host_update_seconds=share.host_seconds(moved),
         forward_network_seconds=gather,
-        backward_network_seconds=gather + reduce,
+        backward_network_seconds=gather_again + reduce,
         update_network_seconds=publish,
     )
 

@@ -134,11 +134,14 @@ def main(arguments: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
+    from lowtide.torch_internals import gloo_options
+
     torch.set_num_threads(1)
     rank, folder, plan = int(arguments[0]), Path(arguments[1]), json.loads(arguments[2])
     make_store: Any = getattr(dist, "FileStore")  # noqa: B009 - it has no types
     store = make_store(str(folder / _STORE), _RANKS)
-    group = dist.ProcessGroupGloo(store, rank, _RANKS, timedelta(seconds=10))
+    options = gloo_options("127.0.0.1", (), timedelta(seconds=10))
+    group = dist.ProcessGroupGloo(store, rank, _RANKS, options)
     samples = [(int(nbytes), _gather_seconds(group, int(nbytes), repeats)) for nbytes, repeats in plan.items()]
     if rank == 0:
         sys.stdout.write(json.dumps(samples) + "\n")
