@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,9 @@ from lowtide.errors import NO_WHOLE_COMPILE, ArgumentError, Mismatch, Refused
 from lowtide.planning import question
 from lowtide.planning.plan import Plan
 from lowtide.planning.request import Request
+from lowtide.reporting.recorder import record
+from lowtide.runtime import clipping, hooks, norm
 from lowtide.runtime import gathered as _gathered
-from lowtide.runtime import hooks, norm
 from lowtide.runtime import module as sharded_module
 from lowtide.runtime import optimizer as sharded_optimizer
 from lowtide.runtime.engine import Engine
@@ -38,6 +38,9 @@ from lowtide.spec.units import UnitSpec, find_units
 from lowtide.spec.weights import refuse_lost_buffers
 from lowtide.torch_internals import is_compiled_whole
 from lowtide.version import __version__
+
+if TYPE_CHECKING:
+    from lowtide.reporting.report import Report
 
 M = TypeVar("M", bound=nn.Module)
 OptimizerOrNone = TypeVar("OptimizerOrNone", bound=Optimizer | None)
@@ -74,7 +77,7 @@ def shard(
     if optimizer is not None and not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"optimizer is a {type(optimizer).__name__}; lowtide.shard takes a torch.optim.Optimizer.")
     engine: Engine | None = None
-    joined = Group.join(group, deadline=(comm or Comm()).deadline)
+    joined = _join(group, comm or Comm())
     try:
         channels = joined.channel("gather"), joined.channel("reduce")  # first: a rank that is refused below can then be heard
         config = build_config(
@@ -98,6 +101,8 @@ def shard(
         if optimizer is not None:
             sharded_optimizer.refuse(optimizer, engine)
         engine.start(optimizer)
+        if config.run is not None:
+            engine.recorder = record(engine, config.run)
     except BaseException as error:
         if not isinstance(error, Mismatch):  # that one is raised on every rank anyway
             joined.watch.report(error)  # other ranks must not wait for this one
@@ -110,6 +115,16 @@ def shard(
     if optimizer is not None:
         sharded_optimizer.make_sharded(optimizer, engine)
     return model, optimizer
+
+
+def _join(group: ProcessGroup | DeviceMesh | None, comm: Comm) -> Group:
+    return Group.join(
+        group,
+        deadline=comm.deadline,
+        first_deadline=max(comm.deadline, comm.first_deadline),
+        transport=comm.transport,
+        codec=comm.codec,
+    )
 
 
 def plan(
@@ -167,6 +182,22 @@ def plan(
     return question.plan_or_ways_out(spec, question.with_device_memory(machine.hardware, device_bytes), request)
 
 
+def report(model_or_run: nn.Module | str | os.PathLike[str]) -> Report:
+    """What happened: memory of every tier over time against the plan, one step in detail, what limited the run.
+    ``.save("report.html")`` makes one page of it.
+
+    Takes a model that was sharded with ``run=``, or the folder of any run, also of one that has ended.
+    """
+    from lowtide.reporting.report import open_report
+
+    if not isinstance(model_or_run, nn.Module):
+        return open_report(model_or_run)
+    folder = engine_of(model_or_run).config.run
+    if folder is None:
+        raise ArgumentError("this model keeps no record: call lowtide.shard(..., run='a/folder') and report afterwards.")
+    return open_report(folder)
+
+
 def clip_grad_norm_(
     model: nn.Module | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
@@ -175,37 +206,26 @@ def clip_grad_norm_(
     The norm is the same bits at any stage and on any number of ranks, and for a plain model, see runtime/norm.py.
     """
     engine, params = _engine_and_params(model)
-    if engine is None:
-        pieces = [
-            norm.GradPiece(k, 0, p.numel(), flat_view(p.grad, dense_stride(p)))
-            for k, p in enumerate(params)
-            if p.grad is not None
-        ]
-        parts = norm.norms(pieces, float(norm_type), norm.alone)
-    else:
+    if engine is not None:
         _refuse_used_up(engine)
         engine.grads.refuse_unreduced()
-        parts = engine.grad_facts.norms(float(norm_type))
-    total = torch.tensor(norm.total_norm(parts.values(), float(norm_type)), dtype=torch.float32)
-    if error_if_nonfinite and not math.isfinite(total):
-        raise Refused(f"the gradient norm is {total.item()}: nothing was clipped. Leave error_if_nonfinite out to go on.")
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    with torch.no_grad():
-        for param in params:
-            if param.grad is not None:
-                param.grad.mul_(factor.to(param.grad.device))
+        return clipping.clip_norm(engine, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+    pieces = [
+        norm.GradPiece(k, 0, p.numel(), flat_view(p.grad, dense_stride(p))) for k, p in enumerate(params) if p.grad is not None
+    ]
+    total = clipping.norm_of(norm.norms(pieces, float(norm_type), norm.alone), float(norm_type))
+    clipping.scale(params, total, max_norm, error_if_nonfinite=error_if_nonfinite)
     return total
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
     """Clamp every element of every gradient to [-clip_value, clip_value]."""
     engine, params = _engine_and_params(model)
-    if engine is not None:
-        _refuse_used_up(engine)
-    with torch.no_grad():
-        for param in params:
-            if param.grad is not None:
-                param.grad.clamp_(min=-clip_value, max=clip_value)
+    if engine is None:
+        clipping.clamp(params, clip_value)
+        return
+    _refuse_used_up(engine)
+    clipping.clip_value(engine, clip_value)
 
 
 @contextmanager
@@ -238,6 +258,7 @@ def set_memory(model: nn.Module, memory: int | float | str) -> None:
         raise ArgumentError("memory is None; give a number of bytes, such as '2GiB'.")
     if engine.budget.limit is None:
         raise Refused("this model was sharded without a memory number; give memory= to lowtide.shard first.")
+    engine.announcer.refuse_alone("lowtide.set_memory()")
     engine.set_memory(nbytes)
 
 

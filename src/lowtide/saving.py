@@ -38,6 +38,7 @@ def save(
     that are on disk already are not copied if they can stay there. ``progress`` is called with the bytes written and in all.
     """
     engine = engine_of(model)
+    engine.announcer.refuse_alone("lowtide.save()")
     if keep is not None and keep < 1:
         raise ArgumentError(f"keep={keep}: at least 1 checkpoint stays, or leave it out to keep all.")
     wish = _save.Wish(
@@ -50,7 +51,11 @@ def save(
         progress=progress,
         may_link=link,
     )
-    return _save.save(engine, _sharded(optimizer), wish)
+    with engine.group.deadlines.relaxed():
+        saving = _save.save(engine, _sharded(optimizer), wish)
+    if engine.recorder is not None:
+        engine.recorder.mark("checkpoint", str(path))
+    return saving
 
 
 def load(
@@ -68,9 +73,11 @@ def load(
     without it, what only one side has is left alone.
     """
     engine = engine_of(model)
+    engine.announcer.refuse_alone("lowtide.load()")
     _save.finish(engine)
     wish = _load.Wish(path=Path(os.path.abspath(path)), state=dict(state or {}), strict=strict, progress=progress)
-    return _load.load(engine, _sharded(optimizer), wish).extra
+    with engine.group.deadlines.relaxed():
+        return _load.load(engine, _sharded(optimizer), wish).extra
 
 
 def _sharded(optimizer: Optimizer | None) -> Optimizer | None:

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from lowtide.comm.channel import Channel
 from lowtide.comm.group import Group
-from lowtide.comm.processes import this_host
 from lowtide.config import Config
 from lowtide.runtime import evicted
 from lowtide.runtime.activations import Activations
 from lowtide.runtime.backward_update import BackwardUpdate
 from lowtide.runtime.budget import Budget
 from lowtide.runtime.buffers import Buffers
+from lowtide.runtime.common_homes import CommonHomes
 from lowtide.runtime.due import DueUpdate
 from lowtide.runtime.exchange import Exchange
 from lowtide.runtime.grad_facts import GradFacts
@@ -32,7 +32,7 @@ from lowtide.runtime.recompute import Pinning
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.scale import LossScale
 from lowtide.runtime.stream import UnitStream
-from lowtide.runtime.trace import Trace
+from lowtide.runtime.trace import Recording, Trace
 from lowtide.runtime.unit import Unit, named
 from lowtide.runtime.update import Update
 from lowtide.runtime.usage import Usage
@@ -50,6 +50,9 @@ class Verbs(evicted.Owner, Pinning, Protocol):
 
 class Assembly:
     """What the engine moves. Nothing here runs during a step."""
+
+    recorder: Recording | None = None
+    """Who writes down what happens, if anybody does."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Assembly:
         self.ledger, self.trace = Ledger(), Trace()
         self.memory = Memory.on(device, config.device_memory_bytes, offloads=bool(config.disk))
         self.homes, self.arena, self.buffers_arena = self.memory.homes, self.memory.slots, self.memory.buffers
-        self.local_ranks = self._ranks_on_this_host()
+        self.local_ranks = len(group.host_ranks)
         self.store: Store | None = _open_disk(_share_of_disk(config, self.local_ranks), group.rank)
         if self.store is not None:
             weakref.finalize(self, self.store.close)
@@ -110,7 +113,7 @@ class Assembly:
             buffers=self.buffers_arena,
             ledger=self.ledger,
         )
-        self.budget = Budget(self._budget_of_this_rank())
+        self.budget = Budget(self._budget_of_this_rank(), shared=group.shared_memory)
         self.placer = Placer(
             self.units, config, budget=self.budget, store=self.store, memory=self.memory, exchange=self.exchange
         )
@@ -121,6 +124,16 @@ class Assembly:
         self.backward_update: BackwardUpdate | None = None
         if config.update.in_backward:
             self.backward_update = BackwardUpdate(self.grads, self.residency, self.update, self.activations.saved)
+
+    def _common_homes(self) -> CommonHomes | None:
+        """Where ranks of one host hold one copy of their shards together, if they do."""
+        if not self.config.stage.parameters or self.memory.homes.device.type != "cpu":
+            return None
+        memory = self.group.share_memory(CommonHomes.nbytes(self.units, self.group.shard.size), self.gathers)
+        if memory is None:
+            return None
+        weakref.finalize(self, memory.segment.close)
+        return CommonHomes(self.units, memory, group=self.group, channel=self.gathers)
 
     def _spill_store(self) -> Store | None:
         """Where activations go that leave the memory of compute."""
@@ -142,7 +155,9 @@ class Assembly:
     def take_over(self, optimizer: Optimizer | None, verbs: Verbs) -> None:
         """Take room for everything, take over the parameters, and make rank 0's values everybody's."""
         stage = self.config.stage
-        self.placer.begin(optimizer, ranks=self.group.size, local_ranks=self.local_ranks)
+        self.residency.share(self._common_homes())
+        hosts = self.residency.copies
+        self.placer.begin(optimizer, ranks=self.group.size, local_ranks=self.local_ranks, hosts=hosts)
         if self.updates_by_chunks:
             for unit in self.units:
                 self._add_stream(unit)
@@ -170,10 +185,6 @@ class Assembly:
         if limit is None and self.config.disk:
             limit = default_budget()
         return None if limit is None else limit // self.local_ranks
-
-    def _ranks_on_this_host(self) -> int:
-        here = this_host()
-        return self.exchange.texts("the host", here).count(here)
 
     def _add_stream(self, unit: Unit) -> None:
         """Update ``unit`` by chunks, from and to wherever its bytes are."""
@@ -205,6 +216,12 @@ class Assembly:
     @property
     def updates_by_chunks(self) -> bool:
         return self.store is not None or self.config.update.in_backward
+
+    @property
+    def shared_saved_bytes(self) -> int:
+        """What this process maps of memory that other ranks of the host count."""
+        taken, ranks = self.group.shared_memory()
+        return taken - taken // ranks
 
     def usage(self) -> Usage:
         """What this rank uses of each tier."""

@@ -47,7 +47,7 @@ class BackwardUpdate:
     def go_on(self) -> None:
         """Update every unit whose gradients are reduced and which the graph does not need any more."""
         for unit in list(self._grads.reduced):
-            if not self._needed_by_graph(unit):
+            if not self._needed_by_graph(unit) and self._residency.may_update(unit, wait=False):
                 self._run(unit)
         self._update.read_ahead()
 
@@ -61,7 +61,12 @@ class BackwardUpdate:
                     f"the graph still needs unit {unit.name!r} after its backward (retain_graph=True?): "
                     f"update='backward' cannot change its parameters. Use update='step'."
                 )
-        for unit in list(self._grads.reduced):
+        left = list(self._grads.reduced)
+        # All are released before any is waited for, because every rank waits for the others.
+        still_read = [unit for unit in left if not self._residency.may_update(unit, wait=False)]
+        for unit in left:
+            if unit in still_read:
+                self._residency.may_update(unit, wait=True)
             self._run(unit)
         self._update.forget_expected()
 
@@ -106,6 +111,7 @@ class BackwardUpdate:
             if self._residency.updates_in_slots and not self._residency.home(unit).in_memory:
                 self._residency.whole(unit)
             self._update.run_unit(self.optimizer, unit, grads)
+        self._residency.show(unit)
         unit.version += 1
         mark_changed(unit.params)
         self._residency.accept_writes(unit)  # a unit that came on demand is still pinned here

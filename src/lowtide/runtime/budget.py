@@ -20,9 +20,10 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Meter:
     """Bytes in use by this process; shared memory and children are looked at more rarely."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Callable[[], tuple[int, int]] = lambda: (0, 1)) -> None:
         self.children_bytes = 0
         self.shared_bytes = 0
+        self._shared = shared
         self._pid = os.getpid()
 
     def read(self) -> int:
@@ -34,7 +35,10 @@ class Meter:
     def look_around(self) -> None:
         """Count shared memory, which the quick reading cannot tell from files, and what loader workers have for themselves."""
         with open("/proc/self/status") as file:
-            self.shared_bytes = sum(int(line.split()[1]) * 1024 for line in file if line.startswith("RssShmem:"))
+            mapped = sum(int(line.split()[1]) * 1024 for line in file if line.startswith("RssShmem:"))
+        # What ranks share counts once, a part for each; this one may not have touched all of it.
+        common, ranks = self._shared()
+        self.shared_bytes = max(mapped - common, 0) + common // ranks
         total = 0
         for child in psutil.Process(self._pid).children(recursive=True):
             try:
@@ -63,12 +67,13 @@ def give_back() -> None:
 class Budget:
     """One number per rank, and the peak against it."""
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, *, shared: Callable[[], tuple[int, int]] = lambda: (0, 1)) -> None:
+        """``shared``: bytes that ranks of this host hold together, and how many they are."""
         self.limit = limit
         self.margin = 0
         """So near to the limit the allocator is asked to give back what it keeps."""
         self.peak = 0
-        self._meter = Meter()
+        self._meter = Meter(shared)
         self._tidy_at = 0
 
     def read(self) -> int:

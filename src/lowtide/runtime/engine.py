@@ -17,6 +17,7 @@ from lowtide import errors
 from lowtide.comm.channel import Channel
 from lowtide.comm.group import Group
 from lowtide.config import Config
+from lowtide.runtime.announcer import Announcer, Verb
 from lowtide.runtime.assembly import Assembly
 from lowtide.runtime.backward_update import BackwardUpdate
 from lowtide.runtime.inputs import prepare_inputs
@@ -51,6 +52,8 @@ class Engine(Assembly):
     ) -> None:
         super().__init__(model, specs, config, group, channels, whole_parameters=whole_parameters)
         self.skipped_steps = self.steps_taken = 0
+        self.announcer = Announcer()
+        self.optimizers: list[weakref.ref[Optimizer]] = []  # in the order in which they were sharded
         self._forward_order, self._backward_order = Successors(), Successors()
         self._depth = 0  # of forward passes under way: root or unit
         self._backward: weakref.ref[_Pass] | None = None  # the outermost backward under way; dies with it
@@ -71,6 +74,8 @@ class Engine(Assembly):
         if backward_under_way() is None and self._depth == 0:
             self._reset_after_failure()
             self._forward_order.restart()
+            if self.buffers.will_send or self.residency.gathers:
+                self.announcer.say(Verb.FORWARD, int(self.buffers.will_send))
             self.buffers.before_forward()
             self.residency.refuse_replaced(self.units)
             self.activations.enter_model(self.model, tensors_in((args, kwargs)))
@@ -99,7 +104,9 @@ class Engine(Assembly):
 
     def open_saved(self) -> saved_tensors_hooks | None:
         """Saved-tensor hooks around a forward, where parameters come and go."""
-        return self.activations.saved.open() if self.config.stage.parameters or self.activations.handled else None
+        saved = self.activations.saved
+        wanted = self.config.stage.parameters or self.activations.handled or saved.kept is not None
+        return saved.open() if wanted else None
 
     def close_saved(self, context: saved_tensors_hooks | None) -> None:
         self.activations.saved.close(context)
@@ -107,6 +114,8 @@ class Engine(Assembly):
     def before_forward(self, units: Sequence[Unit]) -> None:
         """A module that needs ``units`` begins."""
         self.check()
+        if self._depth == 0 and backward_under_way() is None:
+            self.announcer.say(Verb.LOOK)  # a part of the model is called by itself
         self._depth += 1
         self.activations.enter(units)
         pinned: list[Unit] = []
@@ -154,6 +163,7 @@ class Engine(Assembly):
             self.update.forget_expected()  # of units that the forward pass did not reach
             if self.backward_update is not None:
                 self.backward_update.refuse_second_pass()
+            self.announcer.say(Verb.BACKWARD)
             this = _Pass()
             self._backward = weakref.ref(this)
             self._backward_order.restart()
@@ -203,9 +213,10 @@ class Engine(Assembly):
         self._backward = None
         self.grads.divide_by(self.scale.value)
         try:
-            self.grads.finish()
-            if self.backward_update is not None:
-                self._or_poison(self.backward_update.finish)
+            with self.announcer.doing(Verb.FINISH if self.grads.active and self.grads.sync else Verb.LOOK):
+                self.grads.finish()
+                if self.backward_update is not None:
+                    self._or_poison(self.backward_update.finish)
         except BaseException:
             self._abandon_backward()
             raise
@@ -244,6 +255,7 @@ class Engine(Assembly):
 
     def step(self, optimizer: Optimizer) -> bool:
         """Update all parameters, or, if a gradient is not finite, none. Returns whether the step was taken."""
+        self.trace("step", "")
         self.settle()
         self._reset_after_failure()
         self.grads.refuse_unreduced()
@@ -252,11 +264,11 @@ class Engine(Assembly):
                 f"optimizer.step() inside gathered() or a forward pass that uses unit {unit.name!r}; leave it first."
             )
         if self.backward_update is not None:
-            return self._end_step_in_backward(self.backward_update)
+            return _end_step_in_backward(self, self.backward_update)
         bad_key = self.grad_facts.first_not_finite()
         self.scale.after_step(skipped=bad_key is not None)
         if bad_key is not None:
-            self._skip(self.name_of[self.grads.by_key[bad_key].param])
+            _skip(self, self.name_of[self.grads.by_key[bad_key].param])
             return False
         self.residency.forget()
         self._or_poison(lambda: self._update(optimizer))
@@ -269,10 +281,11 @@ class Engine(Assembly):
             updated = self.update.run(optimizer)
         if self.config.stage.optimizer:
             _publish(self)
-        self._note_written(updated)
+        _note_written(self, updated)
 
     def _after_step(self) -> None:
         self.steps_taken += 1
+        self.group.deadlines.settled()
         self.trace("update", "")
         self.placer.after_step(self.activations.saved, self.shelves)
 
@@ -282,27 +295,6 @@ class Engine(Assembly):
         self.placer.set_memory(limit // self.local_ranks)
         if self._depth == 0 and backward_under_way() is None and self.residency.pinned() is None:
             self.placer.apply_now(self.shelves)
-
-    def _end_step_in_backward(self, backward_update: BackwardUpdate) -> bool:
-        taken, bad_unit = backward_update.end_step()
-        self.scale.after_step(skipped=not taken)
-        if bad_unit is not None:
-            self._skip(bad_unit.name)
-        elif self.config.stage.optimizer:
-            _publish(self)
-        self._after_step()
-        return taken
-
-    def _skip(self, what: str) -> None:
-        self.skipped_steps += 1
-        if self.group.rank == 0:
-            _log.warning("step skipped: the gradient of %r is not finite (%d skipped so far)", what, self.skipped_steps)
-
-    def _note_written(self, written: Sequence[nn.Parameter]) -> None:
-        """Graphs on the old values of these parameters are stale."""
-        for unit in {self.unit_of[p] for p in written}:
-            unit.version += 1
-        mark_changed(written)
 
     def parameters_written(self, units: Iterable[Unit]) -> None:
         """Parameter values may have come from outside (gathered(write=True))."""
@@ -357,8 +349,8 @@ class Engine(Assembly):
     def check(self) -> None:
         """Raise if the model may not be used any more."""
         self._reset_after_failure()
-        if self.poisoned_by is not None:
-            raise errors.Poisoned(self.poisoned_by)
+        if (reason := self.poisoned_by or self.residency.damaged_by) is not None:
+            raise errors.Poisoned(reason)
         self.group.watch.raise_if_failed("the next call")
 
     def settle(self) -> None:
@@ -372,20 +364,21 @@ class Engine(Assembly):
 
     def before_load(self) -> None:
         """Values are about to be replaced: finish a step that was put off, or, after a failure, forget it."""
-        if self.poisoned_by is None:
+        if self.poisoned_by is None and self.residency.damaged_by is None:
             self.settle()
         else:
             self.due.forget()
+        self.residency.meet()
 
     def after_load(self) -> None:
         """All parameters have been loaded anew: whole copies are old, and a half-finished update is forgiven."""
         self.residency.forget()
         _publish(self)
-        self._note_written(list(self.unit_of))
+        _note_written(self, list(self.unit_of))
         self.update.refresh_masters(self.unit_of)
         if self.backward_update is not None:
             self.backward_update.forget_step()
-        self.poisoned_by = None
+        self.poisoned_by = self.residency.damaged_by = None
 
 
 def _publish(engine: Engine) -> None:
@@ -393,3 +386,40 @@ def _publish(engine: Engine) -> None:
     for ticket in [engine.residency.publish(u) for u in engine.units]:
         if ticket is not None:
             ticket.wait()
+
+
+def _end_step_in_backward(engine: Engine, backward_update: BackwardUpdate) -> bool:
+    taken, bad_unit = backward_update.end_step()
+    engine.scale.after_step(skipped=not taken)
+    if bad_unit is not None:
+        _skip(engine, bad_unit.name)
+    elif engine.config.stage.optimizer:
+        _publish(engine)
+    engine._after_step()  # pyright: ignore[reportPrivateUsage]
+    return taken
+
+
+def _skip(engine: Engine, what: str) -> None:
+    engine.trace("skip", what)
+    engine.skipped_steps += 1
+    if engine.group.rank == 0:
+        _log.warning("step skipped: the gradient of %r is not finite (%d skipped so far)", what, engine.skipped_steps)
+
+
+def _note_written(engine: Engine, written: Sequence[nn.Parameter]) -> None:
+    """Graphs on the old values of these parameters are stale."""
+    for unit in {engine.unit_of[p] for p in written}:
+        unit.version += 1
+    mark_changed(written)
+
+
+def follow_backward(engine: Engine) -> None:
+    """Other ranks have run a backward pass: reduce with them, with nothing of this rank's own."""
+    engine.grads.active = True
+    engine._end_backward(_Pass())  # pyright: ignore[reportPrivateUsage]
+
+
+def forget_order(engine: Engine) -> None:
+    """Ranks may have seen different passes: all of them guess anew which unit follows which, and begin with none whole."""
+    engine.residency.forget()
+    engine._forward_order, engine._backward_order = Successors(), Successors()  # pyright: ignore[reportPrivateUsage]

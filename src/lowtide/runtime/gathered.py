@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from lowtide.errors import Refused
+from lowtide.runtime.announcer import Verb
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.unit import Unit
 
@@ -16,11 +17,15 @@ from lowtide.runtime.unit import Unit
 def gathered(engine: Engine, params: Sequence[nn.Parameter], *, write: bool) -> Generator[None]:
     """Pin the units of ``params``; on leaving, make rank 0's values everybody's if ``write``."""
     engine.settle()
+    if write:
+        engine.announcer.refuse_alone("gathered(write=True)")
+    else:
+        engine.announcer.say(Verb.LOOK)
     units = sorted({engine.unit_of[p] for p in params}, key=lambda u: u.index)
     pinned: list[Unit] = []
     try:
         for unit in units:
-            engine.residency.pin(unit)
+            engine.residency.pin(unit, private=True)
             pinned.append(unit)
         versions = {p: p._version for u in units for p in u.params}
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,6 +27,8 @@ class GradFacts:
         self.grads: Grads  # set once they exist; they need an owner first
         self.before_change: Callable[[Unit], None] = lambda _: None
         """Called before a gradient on a shelf changes: an update that was put off still needs the old one."""
+        self.before_operation: Callable[[str, Any, Any], None] = lambda *_: None
+        """Called before anything is done with a sharded gradient, with the name of the operation and its arguments."""
 
     # -- norms --------------------------------------------------------------------------------------------------------
 
@@ -44,6 +47,9 @@ class GradFacts:
 
     def grads_changed(self) -> None:
         self._norm_cache.clear()
+
+    def about_to(self, operation: str, args: Any, kwargs: Any) -> None:
+        self.before_operation(operation, args, kwargs)
 
     # -- finite or not ------------------------------------------------------------------------------------------------
 

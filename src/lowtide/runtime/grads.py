@@ -88,10 +88,16 @@ class Grads:
         self._ready: set[Unit] = set()
         self._tickets: dict[Unit, Ticket[list[bool]]] = {}
         self._unkept: dict[Unit, DiskError] = {}  # whose gradients could not be stored
+        self.before_reduction: Callable[[], None] = lambda: None
+        """Called before the first reduction of a backward pass."""
 
     def divide_by(self, scale: float) -> None:
         """Gradients of this backward were multiplied by ``scale`` on their way."""
         self._reduction.scale = scale
+
+    def divide_among(self, ranks: int) -> None:
+        """Sums are divided by this number: of all ranks, or of those that had a batch."""
+        self._reduction.ranks = ranks
 
     # -- from autograd ------------------------------------------------------------------------------------------------
 
@@ -136,10 +142,7 @@ class Grads:
         if not self.sync:
             self._restore()
             return
-        for record in self.by_param.values():
-            self._collect(record)
-        while (following := self._next_to_submit()) is not None:
-            self._submit(following)
+        self.submit_rest()
         try:
             for unit, ticket in self._tickets.items():
                 union = ticket.wait()
@@ -196,6 +199,32 @@ class Grads:
                     f"Run the last micro-batch's backward outside no_sync()."
                 )
 
+    # -- for ranks without a batch of their own -----------------------------------------------------------------------
+
+    def submit_rest(self) -> None:
+        """Reduce what is left: on a rank without a batch of its own nothing, or what no_sync() has left."""
+        for record in self.by_param.values():
+            self._collect(record)
+        while (following := self._next_to_submit()) is not None:
+            self._submit(following)
+
+    def show_only(self, keys: set[int]) -> None:
+        """Other ranks have dropped all reduced gradients but these."""
+        for record in self.by_param.values():
+            if record.key not in keys and self._is_shown(record):
+                record.param.grad = None
+            elif record.key in keys and record.param.grad is None and record.shown is not None:
+                record.param.grad = record.shown
+
+    def replace(self, record: GradRecord, values: Tensor) -> None:
+        """Other ranks have changed a whole gradient to ``values``, flat."""
+        param = record.unit.layout.params[record.index]
+        record.param.grad = values.as_strided(param.shape, param.stride)
+        if record.store is not None and not isinstance(record.shown, ShardedGrad):
+            record.store.copy_(values)
+            record.param.grad = record.shown
+        self._owner.grads_changed()
+
     # -- reducing -----------------------------------------------------------------------------------------------------
 
     def _is_shown(self, record: GradRecord) -> bool:
@@ -220,6 +249,8 @@ class Grads:
             record.set_aside = None
 
     def _submit(self, unit: Unit) -> None:
+        if not self._tickets:
+            self.before_reduction()
         records = self.records[unit]
         present = [r.local is not None for r in records]
         add = [r.set_aside is not None or self._is_shown(r) for r in records]

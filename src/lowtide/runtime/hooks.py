@@ -67,7 +67,7 @@ class _Calls:
 def install(engine: Engine) -> None:
     """Hook the model, its units' modules, and its parameters."""
     calls = _Calls(engine)
-    if engine.config.stage.parameters or engine.activations.handled:
+    if engine.config.stage.parameters or engine.activations.handled or engine.config.run is not None:
         hosts = {m for unit in engine.units for m in unit.modules}
         for module in hosts:
             _hook_unit_module(engine, calls, module, hosts)

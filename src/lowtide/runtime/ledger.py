@@ -1,4 +1,8 @@
-"""Bytes live now and at the peak, by kind."""
+"""Bytes live now and at the peak, by kind: what owners report as they add and let go.
+
+Not everything is reported: bytes that somebody counts anyway (arenas, shelves, stores) are read from there when they are
+asked for; runtime/holdings.py puts both together.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,15 @@ class Ledger:
             self.live[kind] -= nbytes
 
     def set(self, kind: str, nbytes: int) -> None:
-        self.add(kind, nbytes - self.live[kind])
+        with self._lock:
+            self.live[kind] = nbytes
+            self.peak[kind] = max(self.peak[kind], nbytes)
+
+    def now(self) -> dict[str, int]:
+        """All kinds at one moment."""
+        with self._lock:
+            return dict(self.live)
 
     def reset_peak(self) -> None:
-        self.peak = Counter(self.live)
+        with self._lock:
+            self.peak = Counter(self.live)

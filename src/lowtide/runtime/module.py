@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import ArgumentError, DiskError, DoesNotFit, Evicted, Refused
 from lowtide.runtime.engine import Engine
+from lowtide.runtime.join import joined
 from lowtide.runtime.unit import Unit, flat_view
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -35,9 +36,20 @@ class ShardedModule(nn.Module):
         finally:
             grads.sync = before
 
+    @contextmanager
+    def join(self, *, divide_by: str = "all", after_step: Callable[[], Any] | None = None) -> Generator[None]:
+        """Ranks may run different numbers of batches inside: one that has none left follows the others until all are done.
+
+        ``divide_by``: gradients are divided by the number of all ranks, as in DDP ("all"), or of those that still have a batch
+        ("active"). ``after_step`` is called on a rank that follows, after every step: ``scheduler.step``, if the loop has one.
+        """
+        with joined(self.lowtide_engine, divide_by=divide_by, after_step=after_step):
+            yield
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Plain names and tensors. Where parameters are sharded, all on rank 0 and none on others: every rank must call it."""
         engine = self.lowtide_engine
+        engine.announcer.refuse_alone("model.state_dict()")
         engine.settle()
         if not engine.config.stage.parameters:
             return super().state_dict(*args, **kwargs)
@@ -58,6 +70,7 @@ class ShardedModule(nn.Module):
         engine = self.lowtide_engine
         if assign:
             raise Refused("load_state_dict(assign=True) would replace sharded parameters; leave assign out to copy the values.")
+        engine.announcer.refuse_alone("model.load_state_dict()")
         engine.before_load()
         named = self.named_parameters(remove_duplicate=False)
         given = {param: state_dict[name] for name, param in named if name in state_dict}
@@ -201,6 +214,7 @@ def load_sharded_state_dict(engine: Engine, state: Mapping[str, Tensor]) -> None
         raise ArgumentError(
             f"sharded state_dict: {wrong[0]!r} is missing or of another size; it was made for another partition."
         )
+    engine.announcer.refuse_alone("lowtide.load_sharded_state_dict()")
     engine.before_load()
     for unit in engine.units:
         with engine.residency.shard(unit, write=True, read=False) as shard:

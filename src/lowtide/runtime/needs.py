@@ -20,8 +20,10 @@ _UPDATE_BANDWIDTH = 10e9
 """Bytes per second that an elementwise optimizer reads and writes; a guess on the slow side."""
 
 
-def needs_at_start(units: Sequence[Unit], config: Config, optimizer: Optimizer | None, *, budget: int, ranks: int) -> Needs:
-    """Before the first step: bytes only."""
+def needs_at_start(
+    units: Sequence[Unit], config: Config, optimizer: Optimizer | None, *, budget: int, ranks: int, hosts: int = 1
+) -> Needs:
+    """Before the first step: bytes only. ``hosts``: how many have a copy of what is sharded, see runtime/common_homes.py."""
     states = state_bytes(units, optimizer)
     rows: list[UnitNeeds] = []
     for unit, optimizer_bytes in zip(units, states, strict=True):
@@ -29,7 +31,7 @@ def needs_at_start(units: Sequence[Unit], config: Config, optimizer: Optimizer |
         trained = any(p.requires_grad for p in unit.params)
         width = max((d.gradient.itemsize / d.param.itemsize for d in unit.dtypes), default=1.0)
         gradients = int((shard if config.stage.gradients else unit.layout.nbytes) * width) if trained else 0
-        home = shard if config.stage.parameters else unit.layout.nbytes
+        home = shard * hosts if config.stage.parameters else unit.layout.nbytes
         moved = 2 * shard + gradients + 2 * optimizer_bytes if trained else 0
         rows.append(
             UnitNeeds(

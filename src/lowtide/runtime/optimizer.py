@@ -7,6 +7,7 @@ its own.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowtide.errors import ArgumentError, Refused
+from lowtide.runtime.announcer import Verb
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.probe import needs_closure, why_not_apart, why_not_elementwise
 from lowtide.runtime.unit import flat_view
@@ -36,7 +38,9 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.step_was_skipped = not self.lowtide_engine.step(self)
+        engine = self.lowtide_engine
+        with engine.announcer.doing(Verb.STEP, _number(self)):
+            self.step_was_skipped = not engine.step(self)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -44,6 +48,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in PyTorch, with whole tensors. Where states are sharded: on rank 0 only; every rank must call it."""
         engine = self.lowtide_engine
+        engine.announcer.refuse_alone("optimizer.state_dict()")
         engine.settle()
         local = super().state_dict()
         _add_streamed(self, local)
@@ -58,6 +63,7 @@ class ShardedOptimizer(Optimizer):
                 "load_state_dict was given an empty state_dict: optimizer.state_dict() is whole on rank 0 and empty elsewhere. "
                 "Save it on rank 0 and load that on every rank."
             )
+        self.lowtide_engine.announcer.refuse_alone("optimizer.load_state_dict()")
         self.lowtide_engine.before_load()
         update = self.lowtide_engine.update
         with update.on_pieces(self):
@@ -89,11 +95,18 @@ def make_sharded(optimizer: Optimizer, engine: Engine) -> None:
         _classes[cls] = type(cls.__name__, (ShardedOptimizer, cls), names)
     optimizer.__class__ = _classes[cls]
     optimizer.lowtide_engine = engine  # pyright: ignore[reportAttributeAccessIssue]
+    engine.optimizers.append(weakref.ref(optimizer))
     if engine.backward_update is not None:
         engine.backward_update.optimizer = optimizer
     if "step" in optimizer.__dict__:
         _rewrap_for_scheduler(optimizer)
     engine.update.cut_state(optimizer)
+
+
+def _number(optimizer: ShardedOptimizer) -> int:
+    """Which of its model's optimizers this is, on every rank."""
+    known = [reference() for reference in optimizer.lowtide_engine.optimizers]
+    return next(number for number, one in enumerate(known) if one is optimizer)
 
 
 def _rewrap_for_scheduler(optimizer: Optimizer) -> None:

@@ -91,6 +91,8 @@ class Placer:
         self.clock = StepClock()
         self.forecast: Forecast | None = None
         """What the placement in force should take; None before the first step."""
+        self.why = ""
+        """Why the placement in force was made; empty while learning."""
         self.step_seconds: float | None = None
         """Measured, of the last step."""
         keep = ("keep" if p == "auto" else p for p in self._policies)
@@ -105,15 +107,15 @@ class Placer:
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
-    def begin(self, optimizer: Optimizer | None, *, ranks: int, local_ranks: int) -> None:
-        """Decide what lives where; raises if nothing fits."""
+    def begin(self, optimizer: Optimizer | None, *, ranks: int, local_ranks: int, hosts: int) -> None:
+        """Decide what lives where; raises if nothing fits. ``hosts``: how many have a copy of the parameters."""
         if self._budget.limit is None:
             return
         self._local_ranks = local_ranks
         self.guard.alone = ranks == 1
         budget = -self._largest([-self._budget.limit])[0]
         self._speed = DiskSpeed(self._config.disk, self._store, ranks=local_ranks)
-        needs = needs_at_start(self._units, self._config, optimizer, budget=budget, ranks=ranks)
+        needs = needs_at_start(self._units, self._config, optimizer, budget=budget, ranks=ranks, hosts=hosts)
         self._use_needs(with_rates(needs, self._speed.rates))
         base = max(0, self._budget.settle() - bytes_of_their_own(self._units))
         self._base = self._largest([base])[0]
@@ -231,6 +233,7 @@ class Placer:
         if why:
             _log.info("%s: %d of %d units are placed anew", why, changed, len(self._units))
         self._move_to(placement, shelves)
+        self.why = why
         self._memory.slots.trim()  # what the old placement needed of them, this one may not
         self._memory.buffers.trim()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,26 +18,28 @@ from lowtide.runtime.unit import Unit, flat_view
 class _Scratch:
     """Buffers of the reduce thread, grown to the largest unit and reused."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._ledger = ledger
 
     def get(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < numel:
-            if buffer is not None:
-                self._ledger.remove("buffers in flight", buffer.nbytes)
             buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype, device=device)
-            self._ledger.add("buffers in flight", buffer.nbytes)
         return buffer[:numel]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 class Reduction:
     """``cut``: whether a rank keeps only its part of the sum. Runs on the reduce channel's thread."""
 
     def __init__(self, ranks: int, *, cut: bool, ledger: Ledger) -> None:
-        self._ranks, self._cut = ranks, cut
-        self._scratch = _Scratch(ledger)
+        self.ranks = ranks
+        """By which sums are divided."""
+        self._cut = cut
+        self._scratch, self._ledger = _Scratch(), ledger
         self.scale = 1.0
         """By which gradients were multiplied on their way, and are divided here."""
 
@@ -47,8 +50,17 @@ class Reduction:
             return
         for dtype in dict.fromkeys(d.reduce for d, here in zip(unit.dtypes, union, strict=True) if here):
             chosen = [i for i, here in enumerate(union) if here and unit.dtypes[i].reduce is dtype]
-            total, parts = self._sum(wire, unit, chosen, dtype, locals_)
-            yield self._split(wire, unit, chosen, total, parts)
+            with self._sum(wire, unit, chosen, dtype, locals_) as total:
+                # Only where replicas have to be added up in between are the sums of a row gathered afterwards.
+                if self._cut or wire.replicate.size == 1:
+                    yield self._split(unit, chosen, total, [wire.shard.rank] if self._cut else range(wire.shard.size))
+                    continue
+                parts = _parts(unit, chosen, wire.shard.size)
+                every = self._scratch.get("every", sum(parts), dtype, total.device)
+                cuts = [sum(parts[:r]) for r in range(wire.shard.size + 1)]
+                every[cuts[wire.shard.rank] : cuts[wire.shard.rank + 1]].copy_(total)
+            wire.shard.gather(every.view(torch.uint8), [c * dtype.itemsize for c in cuts])
+            yield self._split(unit, chosen, every, range(wire.shard.size))
 
     def _as_they_are(self, unit: Unit, locals_: list[Tensor | None]) -> list[Segment]:
         """On one rank without a scale there is nothing to add or multiply: gradients are used where autograd put them."""
@@ -63,51 +75,41 @@ class Reduction:
                 locals_[index] = None
         return found
 
+    @contextmanager
     def _sum(
         self, wire: Wire, unit: Unit, chosen: list[int], dtype: torch.dtype, locals_: list[Tensor | None]
-    ) -> tuple[Tensor, list[int]]:
-        """The sum over all ranks of this rank's pieces of ``chosen``, one after another, and the numel of each rank's."""
+    ) -> Generator[Tensor]:
+        """The sum over all ranks of this rank's pieces of ``chosen``, one after another; of all pieces, where they are not cut
+        and there are no replicas."""
         ranks, layout = wire.shard.size, unit.layout
-        parts = [sum(hi - lo for lo, hi in (layout.piece(i, rank) for i in chosen)) for rank in range(ranks)]
-        device = unit.params[0].device
-        send = self._scratch.get("send", sum(parts), dtype, device)
+        parts = _parts(unit, chosen, ranks)
         flats = {i: None if (g := locals_[i]) is None else flat_view(g, layout.params[i].stride) for i in chosen}
-        factor = 1.0 / (self._ranks * self.scale)
-        at = 0
-        for rank in range(ranks):
-            for i in chosen:
-                lo, hi = layout.piece(i, rank)
-                _scaled(flats[i], lo, hi, factor, send[at : at + hi - lo])
-                at += hi - lo
-        for i in chosen:
-            locals_[i] = None  # the memory goes as soon as it is packed
-        flats.clear()
-        mine = parts[wire.shard.rank]
-        recv = send
-        if ranks > 1:
-            recv = self._scratch.get("recv", mine * ranks, dtype, device)
-            wire.shard.exchange(send, parts, recv, [mine] * ranks)
-        total = tree_sum([recv[k * mine : (k + 1) * mine] for k in range(ranks)])
-        copies = wire.replicate.size
-        if copies > 1:
-            everyone = self._scratch.get("replicate", mine * copies, dtype, device)
-            everyone[wire.replicate.rank * mine :][:mine].copy_(total)
-            width = mine * dtype.itemsize
-            wire.replicate.gather(everyone.view(torch.uint8), [width * k for k in range(copies + 1)])
-            total = tree_sum([everyone[k * mine : (k + 1) * mine] for k in range(copies)])
-        return total, parts
+        factor = 1.0 / (self.ranks * self.scale)
 
-    def _split(self, wire: Wire, unit: Unit, chosen: list[int], total: Tensor, parts: list[int]) -> list[Segment]:
-        """The sum as segments: of this rank's pieces, or, where gradients are not sharded, of everybody's."""
-        me, ranks = wire.shard.rank, range(wire.shard.size)
-        if self._cut:
-            ranks = range(me, me + 1)
-        elif wire.shard.size > 1:
-            every = self._scratch.get("send", sum(parts), total.dtype, total.device)
-            cuts = [sum(parts[:r]) for r in range(wire.shard.size + 1)]
-            every[cuts[me] : cuts[me + 1]].copy_(total)
-            wire.shard.gather(every.view(torch.uint8), [c * total.dtype.itemsize for c in cuts])
-            total = every
+        def fill(send: Tensor) -> None:
+            at = 0
+            for rank in range(ranks):
+                for i in chosen:
+                    lo, hi = layout.piece(i, rank)
+                    _scaled(flats[i], lo, hi, factor, send[at : at + hi - lo])
+                    at += hi - lo
+            for i in chosen:
+                locals_[i] = None  # the memory goes as soon as it is packed
+            flats.clear()
+
+        mine, copies = parts[wire.shard.rank], wire.replicate.size
+        with wire.shard.reduced(parts, dtype, fill, whole=not self._cut and copies == 1) as total:
+            if copies > 1:
+                everyone = self._scratch.get("replicate", mine * copies, dtype, total.device)
+                everyone[wire.replicate.rank * mine :][:mine].copy_(total)
+                width = mine * dtype.itemsize
+                wire.replicate.gather(everyone.view(torch.uint8), [width * k for k in range(copies + 1)])
+                total = tree_sum([everyone[k * mine : (k + 1) * mine] for k in range(copies)])
+            self._ledger.set("buffers in flight", self._scratch.nbytes + wire.shard.buffer_bytes)
+            yield total
+
+    def _split(self, unit: Unit, chosen: list[int], total: Tensor, ranks: Iterable[int]) -> list[Segment]:
+        """``total``, the sums of the pieces of ``ranks``, as segments."""
         at, found = 0, list[Segment]()
         for rank in ranks:
             for i in chosen:
@@ -117,10 +119,16 @@ class Reduction:
         return found
 
 
+def _parts(unit: Unit, chosen: list[int], ranks: int) -> list[int]:
+    """How many elements of the parameters ``chosen`` each rank has."""
+    pieces = ([unit.layout.piece(i, rank) for i in chosen] for rank in range(ranks))
+    return [sum(hi - lo for lo, hi in row) for row in pieces]
+
+
 def _scaled(source: Tensor | None, lo: int, hi: int, factor: float, out: Tensor) -> None:
     if source is None:
         out.zero_()
-    elif source.dtype is out.dtype:
+    elif source.dtype is out.dtype and source.device == out.device:
         torch.mul(source[lo:hi], factor, out=out)
     else:  # widen first: a product in the narrow type would round twice
         out.copy_(source[lo:hi]).mul_(factor)

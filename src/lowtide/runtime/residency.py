@@ -13,65 +13,33 @@ States of a unit, and what occupies memory in each:
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.comm.channel import Channel, Label, Ticket, Wire
+from lowtide.comm.channel import Channel, Label, Wire
 from lowtide.comm.group import Group
 from lowtide.errors import InternalError, Refused
 from lowtide.runtime.evicted import EvictedParameter, placeholder
+from lowtide.runtime.homes import Homes
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.slots import SlotLease, Slots, gathering, wait_all
+from lowtide.runtime.place import Place, State
+from lowtide.runtime.slots import FromCommon, SlotLease, Slots, gathering, wait_all
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.arena import Arena, Block
 from lowtide.tiers.device import Memory
-from lowtide.tiers.shelf import Lease, Shelf, View
-from lowtide.tiers.store import IOTicket, Key, Priority, Store
+from lowtide.tiers.shelf import Lease, View
+from lowtide.tiers.store import IOTicket, Priority, Store
 
 _KEEP = 1  # how many unpinned whole units may stay in case they come again; the least recently used goes first
 
 
-class State(enum.Enum):
-    """See the module's docstring."""
-
-    HOME = enum.auto()
-    ARRIVING = enum.auto()
-    WHOLE = enum.auto()
-    ATTACHED = enum.auto()
-
-
-class _Place:
-    """Where one unit is."""
-
-    __slots__ = ("covers", "gather", "held", "home", "permanent", "pins", "reads", "slot", "state", "versions", "writes")
-
-    def __init__(self, home: Shelf, covers: tuple[int, int]) -> None:
-        self.home = home
-        self.covers = covers  # bytes lo:hi of the unit that the home holds
-        self.state = State.HOME
-        self.slot: Block | None = None  # may be the home's own block
-        self.reads: list[IOTicket] = []  # that fill the slot
-        self.gather: Ticket[None] | None = None  # that fills it with other ranks' shards
-        self.writes: list[IOTicket] = []  # from the slot to the home
-        self.pins = 0
-        self.held = False  # an update works in the slot
-        self.permanent = False
-        self.versions: list[int] = []  # of the parameters when they were attached
-
-    def full_slot(self) -> Block:
-        if self.slot is None:
-            raise InternalError(f"the {self.home.key} is whole without a slot")
-        return self.slot
-
-
-class Residency:
+class Residency(Homes):
     """Moves units between home and whole. Only the thread that runs the step calls it."""
 
     def __init__(
@@ -85,30 +53,21 @@ class Residency:
         trace: Trace,
         ahead: int,
     ) -> None:
-        self._units, self._group, self._channel = units, group, channel
-        self._memory, self._slots = memory, Slots(memory.slots, ledger)
+        super().__init__(units, group=group, channel=channel, memory=memory, ledger=ledger)
+        self._slots = Slots(memory.slots, ledger)
         self._host_slots = Slots(memory.staging, ledger) if memory.device.separate else self._slots
-        self._ledger = ledger
         self._trace = trace
-        self._places: dict[Unit, _Place] = {}
         self._ahead = max(ahead, 1)  # how many units may be whole, or on their way, on a guess
         self._guessed: OrderedDict[Unit, None] = OrderedDict()
         self._wanted: OrderedDict[Unit, None] = OrderedDict()  # guesses for which there was no slot
         self._recent: OrderedDict[Unit, None] = OrderedDict()
         self._by_address: dict[int, Unit] = {}
+        self.before_gather: Callable[[Unit], None] = lambda _: None
+        """Called before a gather is begun that all ranks must take part in."""
+        self.damaged_by: str | None = None
+        """Who changed values that several ranks read, if anybody did."""
 
     # -- set-up -------------------------------------------------------------------------------------------------------
-
-    def reserve(self, unit: Unit, *, resident: bool, store: Store | None) -> None:
-        """Take room for the home: the whole unit, in memory, if ``resident``; else the shard, in the store if there is one."""
-        layout, rank = unit.layout, self._group.shard.rank
-        stays_whole = resident or self._group.shard.size == 1
-        covers = (0, layout.nbytes) if stays_whole else (layout.cuts[rank], layout.cuts[rank + 1])
-        cuts = (0, covers[1] - covers[0]) if resident else unit.chunk_cuts  # what is resident never moves
-        home = Shelf(Key(unit.name, "parameters"), cuts, memory=self._memory.homes, store=store)
-        place = self._places[unit] = _Place(home, covers)
-        place.permanent = resident
-        self._ledger.add("parameters", home.memory_bytes)
 
     def take_over(self, unit: Unit, values: Sequence[Tensor]) -> None:
         """Move ``unit``'s parameters, flat ``values``, into its home. They become those of rank 0, as in DDP."""
@@ -122,11 +81,13 @@ class Residency:
         home, (lo, hi) = place.home.block, place.covers
         if home is not None and hi - lo == unit.layout.nbytes:
             _fill(unit.views(home.tensor), values)
+            self._put(unit, home.tensor)
         else:
             slot = self._host_slots.wait_for(unit)
             _fill(unit.views(slot.tensor), values)
             if home is not None:
                 home.tensor[: hi - lo].copy_(slot.tensor[lo:hi])
+                self._put(unit, slot.tensor)
             self._host_slots.give(slot, place.home.save(slot.tensor[lo:hi]) if home is None else [])
         if home is not None:
             place.home.mark_written()
@@ -163,13 +124,16 @@ class Residency:
                 return
             del self._wanted[unit]
 
-    def _bring(self, unit: Unit, priority: Priority) -> bool:
-        """Start filling a slot with ``unit``; whether there was one."""
+    def _bring(self, unit: Unit, priority: Priority, *, private: bool = False) -> bool:
+        """Start filling a slot with ``unit``; whether there was one. ``private``: not the memory that other ranks read."""
         place = self._places[unit]
         home, alone = place.home, self._group.shard.size == 1
-        if home.block is not None and alone and not self._memory.device.separate:
-            place.slot, place.state = home.block, State.WHOLE
-            self._by_address[home.block.tensor.data_ptr()] = unit
+        whole = home.block if alone else place.common
+        if whole is not None and not self._memory.device.separate and not private:
+            place.slot, place.state = whole, State.WHOLE
+            if not alone:
+                place.ready, place.state = self._arrival_of(unit), State.ARRIVING
+            self._by_address[whole.tensor.data_ptr()] = unit
             return True
         urgent = priority is Priority.NOW
         take = self._slots.take if alone else functools.partial(self._slots.take_alike, self._occupied)
@@ -180,9 +144,13 @@ class Residency:
         place.slot, place.state = slot, State.ARRIVING
         lo, hi = place.covers
         try:
+            if whole is not None and not alone:
+                place.ready = FromCommon(self._arrival_of(unit), self._memory.device, whole.tensor, slot.tensor[: whole.nbytes])
+                return True
             place.reads = self._memory.fill_slot(home, slot.tensor[lo:hi], priority)
             if not alone:
                 work = gathering(unit, slot.tensor[:], place.covers, home.block, place.reads)
+                self.before_gather(unit)
                 place.gather = self._channel.submit(Label("gather", unit.index, unit.name), work)
         except BaseException:
             self._drop(unit)  # or it would look as if it were on its way
@@ -202,12 +170,12 @@ class Residency:
             self._bring(unit, Priority.NOW)
         if place.state is State.ARRIVING:
             try:
-                wait_all([*place.reads, *([place.gather] if place.gather is not None else [])])
+                wait_all([*place.reads, *(t for t in (place.gather, place.ready) if t is not None)])
             except BaseException:
                 place.gather = None
                 self._drop(unit)  # the next who needs it tries again
                 raise
-            place.reads, place.gather = [], None
+            place.reads, place.gather, place.ready = [], None, None
             place.state = State.WHOLE
             self._trace("gathered", unit.name)
         self._guessed.pop(unit, None)
@@ -217,11 +185,14 @@ class Residency:
         self._shrink(protect=unit)
         return place.full_slot().tensor
 
-    def pin(self, unit: Unit) -> None:
-        """Make ``unit``'s parameters usable until as many ``unpin`` calls follow."""
+    def pin(self, unit: Unit, *, private: bool = False) -> None:
+        """Make ``unit``'s parameters usable until as many ``unpin`` follow. ``private``: where writes are this rank's own."""
         place = self._places[unit]
         if place.permanent:
             return
+        if private and place.common is not None and not place.pins:
+            self.forget([unit])
+            self._bring(unit, Priority.NOW, private=True)
         place.pins += 1
         if place.state is State.ATTACHED:
             return
@@ -241,6 +212,8 @@ class Residency:
         if place.pins:
             return
         lost = _lost_write(unit, place)
+        if lost is not None and place.slot is place.common:
+            self.damaged_by = f"parameter {lost!r} was changed in memory that the ranks of this host share"
         _evict(unit)
         place.state = State.WHOLE
         self._trace("release", unit.name)
@@ -262,6 +235,8 @@ class Residency:
 
     def forget(self, units: Iterable[Unit] | None = None) -> None:
         """Let go of whole copies that are not pinned: their values are about to be, or were, replaced."""
+        if units is None and self._common is not None:
+            self._common.wait_until_spread(self._units)
         for unit in self._units if units is None else units:
             place = self._places[unit]
             if not place.pins and not place.held and not place.permanent and place.state is not State.HOME:
@@ -272,19 +247,6 @@ class Residency:
         return self._by_address.get(address)
 
     # -- the home, for updates and loading ----------------------------------------------------------------------------
-
-    def piece(self, unit: Unit, index: int, lo: int, hi: int, shard: Tensor | None = None) -> Tensor:
-        """Elements ``lo:hi`` of parameter ``index``, flat, as a view of ``shard``, by default a home in memory."""
-        place, param, dtype = self._places[unit], unit.layout.params[index], unit.dtypes[index].param
-        if shard is None:
-            if place.home.block is None:
-                raise InternalError(f"unit {unit.name!r} is on disk")
-            shard = place.home.block.tensor
-        start = unit.layout.offsets[index] + lo * param.itemsize - place.covers[0] if lo < hi else 0
-        return shard[start : start + (hi - lo) * param.itemsize].view(dtype)
-
-    def home(self, unit: Unit) -> Shelf:
-        return self._places[unit].home
 
     def open_chunk(
         self, unit: Unit, index: int, buffers: Arena, priority: Priority, *, wait: bool = True, fresh: bool = False
@@ -332,28 +294,13 @@ class Residency:
     def held_by_others(self, unit: Unit) -> bool:
         """Whether somebody outside uses the memory that an update of the unit would write."""
         place = self._places[unit]
-        block = place.slot or place.home.block
-        return not place.permanent and (place.state is State.ATTACHED or (block is not None and block.held))
+        blocks = (place.slot or place.home.block, place.common)
+        return not place.permanent and (place.state is State.ATTACHED or any(b is not None and b.held for b in blocks))
 
     def move_home(self, unit: Unit, store: Store | None) -> None:
         """Between two steps: into memory (``None``) or into ``store``."""
-        place = self._places[unit]
         self.forget([unit])
-        before = place.home.memory_bytes
-        place.home.move(store)
-        self._ledger.add("parameters", place.home.memory_bytes - before)
-
-    def publish(self, unit: Unit) -> Ticket[None] | None:
-        """After an update: bring other ranks' new shards into a home that holds the whole unit."""
-        place = self._places[unit]
-        if not place.permanent or self._group.shard.size == 1:
-            return None
-        if place.home.block is None:
-            raise InternalError(f"unit {unit.name!r} is resident and on disk")
-        home = place.home.block.tensor[: unit.layout.nbytes]
-        return self._channel.submit(
-            Label("publish", unit.index, unit.name), lambda wire, _: wire.shard.gather(home, unit.layout.cuts)
-        )
+        self._move(unit, store)
 
     def write_back(self, unit: Unit) -> None:
         """Make rank 0's view of a pinned unit the values of every rank."""
@@ -365,6 +312,7 @@ class Residency:
             place.writes += place.home.save(whole[lo:hi].cpu())
         elif place.home.block is not place.slot:
             place.home.block.tensor[: hi - lo].copy_(whole[lo:hi])
+            self._put(unit, whole)
 
     # -- param.data ---------------------------------------------------------------------------------------------------
 
@@ -374,7 +322,7 @@ class Residency:
             if self._places[unit].state is State.ATTACHED:
                 unit.refuse_replaced(self._places[unit].full_slot().tensor.data_ptr())
 
-    def _attach(self, unit: Unit, place: _Place, block: Block) -> None:
+    def _attach(self, unit: Unit, place: Place, block: Block) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
             for param, view in zip(unit.params, unit.views(block.tensor), strict=True):
                 param.__class__ = nn.Parameter
@@ -395,7 +343,7 @@ class Residency:
             self._drop(unit)
 
     def _occupied(self) -> int:
-        return sum(u.layout.nbytes for u, p in self._places.items() if p.slot is not None and p.slot is not p.home.block)
+        return sum(u.layout.nbytes for u, p in self._places.items() if p.slot not in (None, p.home.block, p.common))
 
     def _make_room(self, *, guesses_too: bool) -> bool:
         """Let go of a whole unit that nobody uses, or of a guess; whether there was one. A guess never costs the unit that was
@@ -414,11 +362,12 @@ class Residency:
         if place.gather is not None:
             place.gather.wait()
         under_way = place.reads + place.writes
-        slot, place.slot, place.state, place.gather, place.reads, place.writes = place.slot, None, State.HOME, None, [], []
+        slot, place.slot, place.state = place.slot, None, State.HOME
+        place.gather, place.ready, place.reads, place.writes = None, None, [], []
         if slot is None:
             return
         self._by_address.pop(slot.tensor.data_ptr(), None)
-        if slot is not place.home.block:
+        if slot is not place.home.block and slot is not place.common:
             self._slots.give(slot, under_way)
             self._trace("drop", unit.name)
 
@@ -430,7 +379,7 @@ def _evict(unit: Unit) -> None:
             param.__class__ = EvictedParameter
 
 
-def _lost_write(unit: Unit, place: _Place) -> str | None:
+def _lost_write(unit: Unit, place: Place) -> str | None:
     if place.slot is place.home.block:
         return None
     now = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]

@@ -10,7 +10,7 @@ as they are or spilled to a store.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import StaleGraph
+from lowtide.runtime.profiling import Ranges
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.spill import Spill, Spilled, check_version
 from lowtide.runtime.unit import Unit
-from lowtide.torch_internals import innermost_saved_tensor_hooks
+from lowtide.torch_internals import at_end_of_backward, backward_under_way, innermost_saved_tensor_hooks, profile_under_way
 
 
 class Needed:
@@ -55,17 +56,66 @@ class _Recipe(Needed):
         self.conjugate = view.is_conj()
 
 
+class KeptBytes:
+    """Memory that graphs keep alive by what autograd saved, now. Storages count once, however many tensors in them were saved.
+
+    ``stays`` are addresses of storages that are in memory anyway: parameters, buffers.
+    """
+
+    def __init__(self, stays: frozenset[int] = frozenset()) -> None:
+        self._stays = stays
+        self._holders: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._gone: deque[int] = deque()
+        self._total = 0
+
+    def add(self, tensor: Tensor, address: int) -> bool:
+        """A tensor is saved; whether it counts. If so, ``let_go`` of its address must follow."""
+        if address in self._stays:
+            return False
+        self._sweep()  # or memory that is used again would count as what it was before
+        if address not in self._holders:
+            self._sizes[address] = tensor.untyped_storage().nbytes()
+            self._total += self._sizes[address]
+        self._holders[address] = self._holders.get(address, 0) + 1
+        return True
+
+    def let_go(self, address: int) -> None:
+        """From any thread, at any moment: only note it."""
+        self._gone.append(address)
+
+    def read(self) -> int:
+        """Bytes. Only the thread that runs the step may ask."""
+        self._sweep()
+        return self._total
+
+    def _sweep(self) -> None:
+        while self._gone:
+            address = self._gone.popleft()
+            self._holders[address] -= 1
+            if not self._holders[address]:
+                del self._holders[address]
+                self._total -= self._sizes.pop(address)
+
+
 class _Kept:
     """A tensor that stays in memory. Torch itself checks versions only where there are no hooks.
 
     Detached, because an operation's result refers to the operation's node: the node would keep itself alive through it.
     """
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("_address", "_counted", "tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, counted: KeptBytes | None = None, address: int = 0) -> None:
+        self._counted: KeptBytes | None = None
         self.tensor = tensor.detach()
         self.version = tensor._version  # pyright: ignore[reportPrivateUsage]
+        self._address = address
+        self._counted = counted if counted is not None and address and counted.add(tensor, address) else None
+
+    def __del__(self) -> None:
+        if self._counted is not None:
+            self._counted.let_go(self._address)
 
     def unpack(self) -> Tensor:
         tensor = self.tensor
@@ -110,6 +160,10 @@ class SavedViews:
         self.saved_bytes: defaultdict[Unit | None, int] = defaultdict(int)
         """Bytes of activations that autograd kept or spilled while a unit computed (None: outside of all units). Storages
         count whole, once per forward pass of the model; ``clear`` it when a step begins."""
+        self.kept: KeptBytes | None = None
+        """Counts what is in memory because autograd saved it; None: nobody asks."""
+        self._ranges = Ranges()
+        self._in_range: tuple[int, Unit] | None = None
 
     # -- who computes, who is needed ----------------------------------------------------------------------------------
 
@@ -203,6 +257,7 @@ class SavedViews:
             if address not in seen:
                 seen.add(address)
                 self._count(tensor.untyped_storage().nbytes())
+            return _Kept(tensor, self.kept, address)
         return _Kept(tensor)
 
     def _count(self, nbytes: int) -> None:
@@ -214,6 +269,8 @@ class SavedViews:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         packed.check()
+        if profile_under_way():
+            self._range_of(packed.unit)
         self._on_demand(packed.unit)
         with torch.no_grad():
             storage = self._residency.whole(packed.unit).untyped_storage()
@@ -221,3 +278,18 @@ class SavedViews:
             place: Any = (storage, packed.offset, packed.shape, packed.stride)
             view.set_(*place)
             return view.conj() if packed.conjugate else view
+
+    def _range_of(self, unit: Unit) -> None:
+        """Backward has come to ``unit``: what follows is its, in a profile, until backward comes to another one."""
+        task = backward_under_way()
+        if task is None or self._in_range == (task, unit):
+            return
+        if self._in_range is None or self._in_range[0] != task:
+            at_end_of_backward(self._end_range)
+        self._ranges.clear()
+        self._ranges.enter("backward", unit.name)
+        self._in_range = (task, unit)
+
+    def _end_range(self) -> None:
+        self._ranges.clear()
+        self._in_range = None

@@ -36,6 +36,8 @@ class GradOwner(Protocol):
 
     def is_finite(self, grad: ShardedGrad) -> bool: ...
 
+    def about_to(self, operation: str, args: Any, kwargs: Any) -> None: ...
+
 
 class ShardedGrad(torch.Tensor):
     """See the module's docstring. ``piece`` is the part on this rank, 1-D in the parameter's memory order; ``None`` if that is
@@ -65,6 +67,7 @@ class ShardedGrad(torch.Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole gradient as a plain tensor; every rank must call it."""
+        self.owner.about_to("full_tensor", (self,), {})
         return self.owner.whole_of(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -76,9 +79,11 @@ class ShardedGrad(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
+        first = next((a for a in _flatten(args) if isinstance(a, ShardedGrad)), None)
         if handler is None:
-            first = next((a for a in _flatten(args) if isinstance(a, ShardedGrad)), None)
             raise GradientElsewhere(first.parameter if first is not None else "?", str(func))
+        if handler is not _same and first is not None:
+            first.owner.about_to(str(func), args, kwargs or {})
         return handler(func, args, kwargs or {})
 
 
@@ -199,3 +204,5 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.norm.ScalarOpt_dtype: _vector_norm,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
+OPERATIONS: dict[str, Callable[..., Any]] = {str(func): func for func in _HANDLERS} | {"full_tensor": ShardedGrad.full_tensor}
+"""What can be done with a sharded gradient, by name: ranks that follow others repeat it."""

@@ -13,8 +13,9 @@ from lowtide.errors import OverBudget
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.arena import Arena, ArenaFull, Block
+from lowtide.tiers.device import Device
 from lowtide.tiers.shelf import Shelf
-from lowtide.tiers.store import IOTicket
+from lowtide.tiers.store import IOTicket, Priority
 
 _WAIT = 300.0  # seconds to wait for a slot whose unit is being written back
 _GRACE = 0.5  # seconds to wait for a slot that somebody still looks at: a thread that is about to let go, or a view for good
@@ -117,6 +118,17 @@ class Waits(Protocol):
 def wait_all(tickets: Iterable[Waits]) -> None:
     for ticket in tickets:
         ticket.wait()
+
+
+class FromCommon:
+    """A slot that is filled from a common home as soon as somebody needs it."""
+
+    def __init__(self, arrival: Waits, device: Device, source: Tensor, into: Tensor) -> None:
+        self._arrival, self._device, self._source, self._into = arrival, device, source, into
+
+    def wait(self) -> None:
+        self._arrival.wait()
+        self._device.copy_in(self._source, self._into, Priority.NOW).wait()
 
 
 def gathering(

@@ -142,7 +142,7 @@ class Spill:
         in_flight_bytes: int = 256 << 20,
         should_spill: Callable[[Tensor], bool] = _always,
     ) -> None:
-        self._store = store
+        self.store = store
         self._least_bytes = max(least_bytes, 1)
         self._in_flight_bytes = in_flight_bytes  # of writes, and again of reads
         self._should_spill = should_spill
@@ -198,7 +198,7 @@ class Spill:
             part = data[extent.cuts[block] : extent.cuts[block + 1]]
             if part.numel() < extent.block_bytes(block):
                 part = torch.cat([part, torch.zeros(extent.block_bytes(block) - part.numel(), dtype=torch.uint8)])
-            tickets.append(self._store.write(extent, block, part, Priority.WRITE_BACK))
+            tickets.append(self.store.write(extent, block, part, Priority.WRITE_BACK))
         write = _Move(data, tickets)
         self._writing.append(write)
         self._writing_bytes += write.nbytes
@@ -220,7 +220,7 @@ class Spill:
         self.arena.trim()
         for extents in self._pool.values():
             for extent in extents:
-                self._store.free(extent)
+                self.store.free(extent)
         self._pool.clear()
 
     def _finish(self, write: _Move) -> None:
@@ -284,7 +284,7 @@ class Spill:
         count = _blocks(extent, stored.nbytes)
         block = self.arena.take(extent.cuts[count])
         tickets = [
-            self._store.read(extent, i, block.tensor[extent.cuts[i] : extent.cuts[i + 1]], priority) for i in range(count)
+            self.store.read(extent, i, block.tensor[extent.cuts[i] : extent.cuts[i + 1]], priority) for i in range(count)
         ]
         load = stored.load = _Load(block, block.tensor[: stored.nbytes], tickets, weakref.WeakSet(stored.handles))
         self._loads[stored] = None
@@ -341,7 +341,7 @@ class Spill:
         if free:
             return free.pop()
         self._reserved += 1
-        return self._store.reserve(Key("activations", f"saved tensor {self._reserved}"), cuts)
+        return self.store.reserve(Key("activations", f"saved tensor {self._reserved}"), cuts)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ their room is taken before training begins.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,7 +20,9 @@ from lowtide.errors import Refused
 from lowtide.runtime.chunked_step import ChunkedStep, Entry
 from lowtide.runtime.grad_store import ShelvedGrads
 from lowtide.runtime.probe import LargeState, large_states
+from lowtide.runtime.profiling import profiled
 from lowtide.runtime.residency import Residency
+from lowtide.runtime.trace import Spans
 from lowtide.runtime.unit import Unit, flat_view, is_whole
 from lowtide.spec.chunks import Packing, Part, pack
 from lowtide.tiers.arena import Arena
@@ -83,6 +86,8 @@ class UnitStream:
         self._residency, self._memory, self._buffers, self._store = residency, memory, buffers, store
         self._kinds: dict[str, _Kind] = {}
         self._large: dict[int, tuple[LargeState, ...]] = {}  # by index of the parameter
+        self.spans: Spans | None = None
+        """Where the update of every chunk is noted; None: nowhere."""
         if any(d.master is not d.param for d in unit.dtypes):
             self._add_kind(MASTERS, [d.master for d in unit.dtypes])
 
@@ -178,6 +183,15 @@ class UnitStream:
 
     def update(self, opened: OpenChunk, step: ChunkedStep, grads: Sequence[Tensor | None]) -> bool:
         """Run the optimizer on an open chunk; ``grads``: the gradient of each part, flat, or None. Whether anything changed."""
+        begin = time.perf_counter()
+        with profiled("update", self.unit.name):
+            changed = self._update(opened, step, grads)
+        if self.spans is not None and changed:
+            chunk = self.unit.chunks[opened.number]
+            self.spans.add("update", "update", self.unit.name, begin, time.perf_counter(), chunk.hi - chunk.lo)
+        return changed
+
+    def _update(self, opened: OpenChunk, step: ChunkedStep, grads: Sequence[Tensor | None]) -> bool:
         number = opened.number
         parts = self.unit.chunks[number].parts
         chosen = [

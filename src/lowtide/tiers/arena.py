@@ -37,6 +37,14 @@ class Block:
         self.tensor = _reserve(nbytes, arena.device, forked=arena.forked)
         self._idle_count = self._count()
 
+    @classmethod
+    def over(cls, tensor: Tensor) -> Block:
+        """A block of memory that is somebody else's: ``tensor``, which has a storage of its own."""
+        block = cls.__new__(cls)
+        block.tensor = tensor
+        block._idle_count = block._count()
+        return block
+
     def _count(self) -> int:
         return storage_use_count(self.tensor)
 
@@ -80,6 +88,10 @@ class Arena:
         self.capacity = capacity
         self.taken_bytes = 0
         self.reserved_bytes = 0
+        self.takes = 0
+        """Blocks handed out so far."""
+        self.fresh = 0
+        """How many of them were new memory."""
         self.poison = False
         """Fill what is given back with NaN, so that a use of released memory shows. For tests."""
         self._free: list[Block] = []
@@ -98,8 +110,10 @@ class Arena:
             if block is None:
                 block = Block(nbytes, self)
                 self.reserved_bytes += block.nbytes
+                self.fresh += 1
             else:
                 self._free.remove(block)
+            self.takes += 1
             self.taken_bytes += block.nbytes
             return block
 
@@ -127,6 +141,11 @@ class Arena:
     def limbo_bytes(self) -> int:
         """Bytes given back that somebody outside still looks at."""
         return sum(b.nbytes for b in self._limbo)
+
+    @property
+    def free_sizes(self) -> list[int]:
+        """Bytes of every block that could be handed out now."""
+        return [b.nbytes for b in self._free]
 
     def trim(self) -> None:
         """Return every unused block to the operating system."""

@@ -113,6 +113,11 @@ class DiskStore:
     def used_bytes(self) -> int:
         return sum(share.dealt_bytes for share in self._shares)
 
+    def extents(self) -> list[Extent]:
+        """Everything that room is reserved for."""
+        with self._table():
+            return list(self._records)
+
     # ---- room ----
 
     def reserve(self, key: Key, cuts: Sequence[int]) -> Extent:

@@ -147,6 +147,8 @@ class _Line:
                     raise DiskStalled(ticket.label, self.deadline)
         finally:
             self._waited(start)
+            if (observer := self.traffic.observer) is not None:
+                observer("wait", ticket.label, ticket.key, start)
 
     def drain(self) -> None:
         """Wait until everything submitted so far is done, callbacks too. The deadline starts anew with each one done."""
@@ -284,12 +286,15 @@ def _serve(line: _Line) -> None:
         ticket, work = job
         del job
         failure: BaseException | None = None
+        begin = time.monotonic()
         try:
             work()
         except BaseException as error:  # whatever it is, it belongs to whoever waits
             failure = error
         del work  # before anybody learns that the request is done: it holds the caller's memory
         line.end()
+        if (observer := line.traffic.observer) is not None:
+            observer("work", ticket.label, ticket.key, begin)
         if failure is not None:
             _forget_frames(ticket.label, failure)
         line.finish(ticket, failure)

@@ -129,6 +129,15 @@ class Shelf:
         return self.block.nbytes if self.block is not None else 0
 
     @property
+    def touched_bytes(self) -> int:
+        """The part of it that was ever written: before that, the kernel has given no memory for it."""
+        if self.block is None:
+            return 0
+        if all(self._written):
+            return self.block.nbytes
+        return sum(b - a for i, (a, b) in self._ranges() if self._written[i])
+
+    @property
     def extent(self) -> Extent | None:
         """Where it is in its store; None if it is in memory."""
         return self._extent

@@ -8,8 +8,8 @@ one block are carried out in the order in which they were made; otherwise the mo
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -70,6 +70,11 @@ class IOTicket(Protocol):
         ...
 
 
+Observer = Callable[[str, str, Hashable, float], None]
+"""Hears of requests: ``work`` or ``wait``, the request's label and key, and when it began (``time.monotonic``). Called when it
+is over, by the thread that did it."""
+
+
 @dataclass(slots=True)
 class Traffic:
     """What a store has moved so far, and how long callers waited for it."""
@@ -79,6 +84,8 @@ class Traffic:
     wait_seconds: float = 0.0
     busy_seconds: float = 0.0
     """In which at least one request was being carried out: bytes over this is the speed of the tier."""
+    observer: Observer | None = field(default=None, repr=False, compare=False)
+    """Threads refer to it for as long as the store lives: it must not refer to what owns the store."""
 
 
 class Store(Protocol):
