@@ -14,6 +14,8 @@ from lowtide.cli.demo import demo
 from lowtide.cli.doctor import doctor
 from lowtide.cli.output import say_wrong
 from lowtide.cli.plan import plan
+from lowtide.cli.report import report
+from lowtide.cli.top import top
 from lowtide.cli.train import train
 from lowtide.errors import ArgumentError, Error
 
@@ -32,6 +34,8 @@ app.command()(train)
 app.command()(demo)
 app.command()(doctor)
 app.command()(plan)
+app.command()(report)
+app.command()(top)
 app.add_typer(ckpt.app)
 
 

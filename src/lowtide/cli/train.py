@@ -11,11 +11,13 @@ import typer
 
 from lowtide.cli.output import say_failure, say_wrong
 from lowtide.errors import ArgumentError
-from lowtide.job.failure import FOLDER_VARIABLE, describe
+from lowtide.job.failure import describe
+from lowtide.job.launch import launched_by
 from lowtide.job.options import ACTIVATIONS, Options, check_same_run, parse_batch_word, parse_stage_word
 from lowtide.job.presets import PRESETS
 from lowtide.job.restarts import start_with_restarts
 from lowtide.job.run_folder import refuse_run_in_use
+from lowtide.reporting.report import leave_post_mortem
 
 _DEFAULTS = Options()
 
@@ -65,6 +67,12 @@ _Nonfinite = Annotated[
         metavar="skip|raise", help="What becomes of a step whose gradients are not finite. Ten skips in a row end the job."
     ),
 ]
+_Log = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KIND:PATH", help="Log every step there, too: jsonl:FILE or tensorboard:FOLDER. May be given repeatedly."
+    ),
+]
 
 
 def train(
@@ -110,6 +118,7 @@ def train(
     background_saves: _BackgroundSaves = _DEFAULTS.background_saves,
     restarts: _Restarts = _DEFAULTS.restarts,
     nonfinite: _Nonfinite = _DEFAULTS.nonfinite,
+    log: _Log = None,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Random tokens instead of text (and no default run folder).")
     ] = False,
@@ -117,17 +126,19 @@ def train(
 ) -> int:
     """Train a GPT, or your own model, on text.
 
-    Starts --ranks processes on this host (no port is opened), or joins the ranks that torchrun started
+    Starts --ranks processes on this host (no port is opened), or joins those that torchrun, mpirun, srun or horovodrun started
     (torchrun --nproc-per-node 2 -m -- lowtide train ...). The same command with the same --run goes on where it stopped.
     """
     chosen: dict[str, Any] = {"preset": preset, "model": model, "data": data, "synthetic": synthetic}
     chosen |= {"steps": steps, "batch": parse_batch_word(batch), "lr": lr, "ranks": ranks, "threads": threads, "seed": seed}
     chosen |= {"memory": memory, "disk": tuple(disk or ()), "activations": activations, "update": update}
     chosen |= {"save_every": save_every, "keep": keep, "resume": resume, "background_saves": background_saves}
+    chosen |= {"log": tuple(log or ())}
     chosen |= {"restarts": restarts, "nonfinite": nonfinite, "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))}
     folder = run if run is not None else None if synthetic else new_run_folder(model or preset or _DEFAULTS.model_name)
     options = Options(**chosen, stage=parse_stage_word(stage), run=folder)
-    if options.run is not None and os.environ.get("RANK", "0") == "0":  # the other ranks may find rank 0's files there
+    placement = launched_by()
+    if options.run is not None and (placement is None or placement.rank == 0):  # the other ranks may find rank 0's files there
         check_same_run(options)
         refuse_run_in_use(options.run)
     return run_job(options, output="json" if json else "text")
@@ -135,10 +146,10 @@ def train(
 
 def run_job(options: Options, *, output: str) -> int:
     """Run the job in this process, or in ranks that this process starts; returns the exit code."""
-    under_torchrun = "RANK" in os.environ and FOLDER_VARIABLE not in os.environ
-    if under_torchrun and options.ranks > 1:
+    placement = launched_by()
+    if placement is not None and options.ranks > 1:
         raise ArgumentError(f"--ranks is {options.ranks}, but another launcher has started this rank; leave --ranks out.")
-    if under_torchrun and options.restarts:
+    if placement is not None and options.restarts:
         raise ArgumentError(f"--restarts is {options.restarts}, but another launcher has started this rank; use its own.")
     if options.ranks > 1 or options.restarts:
         failure = start_with_restarts(options, output=output, say=say_wrong)
@@ -149,9 +160,13 @@ def run_job(options: Options, *, output: str) -> int:
     try:
         return run_member(options, output=output)
     except (Exception, KeyboardInterrupt) as error:
-        failure = describe(error, int(os.environ.get("RANK", "0")))
-        code = say_failure(failure, ranks=int(os.environ.get("WORLD_SIZE", "1")))
-        if under_torchrun:
+        failure = describe(error, placement.rank if placement is not None else 0)
+        code = say_failure(failure, ranks=placement.size if placement is not None else 1)
+        if options.run is not None and isinstance(error, MemoryError | RuntimeError):
+            told = leave_post_mortem(Path(options.run))
+            if told is not None:
+                say_wrong(told)
+        if placement is not None:
             end_launched_rank(error, failure)
         return code
 

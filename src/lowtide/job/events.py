@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ class Events:
     def __init__(self, folder: Path | None) -> None:
         self._path = folder / FILE if folder is not None else None
         self._seen = _read(self._path) if self._path is not None else []
+        self.listener: Callable[[str, str], None] = lambda what, text: None
+        """Hears of every event: what, and its cause."""
 
     def note(self, event: str, cause: str, *, step: int | None = None, **facts: Any) -> None:
         """Add one event; it is in the file when this returns, unless the disk is full: that alone ends no job."""
         entry = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, "step": step, "cause": cause, **facts}
         self._seen.append(entry)
+        self.listener(event, cause)
         if self._path is not None:
             try:
                 with open(self._path, "ab", buffering=0) as file:
@@ -45,10 +49,18 @@ class Events:
         return {event: seen[event] for event in COUNTED}
 
     def note_silent_end(self) -> None:
-        """If the last process of this run neither ended nor failed in writing, it was killed."""
+        """If the last process of this run neither ended nor failed in writing, it was killed; for memory, if so it seems."""
         last = next((entry for entry in reversed(self._seen) if entry["event"] in ("start", "end", "failure")), None)
-        if last is not None and last["event"] == "start":
+        if last is None or last["event"] != "start" or self._path is None:
+            return
+        from lowtide.reporting.report import leave_post_mortem
+
+        told = leave_post_mortem(self._path.parent, goes_on=True)
+        if told is None:
             self.note("failure", "the job before this one ended without a word: killed, or crashed")
+        else:
+            self.note("failure", f"the job before this one ran out of memory: {told}")
+            _log.warning("the job before this one ran out of memory: %s", told)
 
 
 def _after_torn_line(path: Path) -> str:

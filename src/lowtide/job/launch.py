@@ -25,11 +25,14 @@ from typing import Any
 
 from lowtide.job.failure import FOLDER_VARIABLE, PARENT_VARIABLE, Failure, first_cause, read_reports
 from lowtide.job.interrupt import SIGNALS
+from lowtide.launchers import Placement, discover
+from lowtide.reporting.oom import Counters, how_it_died, read_counters
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.5
 """What the other ranks get to end by themselves after one has failed; then they are killed."""
 _LOG_TAIL_BYTES = 2000
+_REPORT_TAIL_BYTES = 20_000
 _SHOW_CURSOR = "\x1b[?25h"
 """A progress bar hides the cursor, and a rank that is killed cannot bring it back."""
 
@@ -45,7 +48,10 @@ def start_ranks(command: Sequence[str], ranks: int) -> Failure | None:
         with _signals_to(running.on_signal):
             for rank in range(ranks):
                 running.processes.append(_start(command, rank, ranks, folder))
-            return first_cause(_watch(folder, running))
+            failure = first_cause(_watch(folder, running))
+            if failure is not None:
+                _show_for_rank_0(folder, running, failure)
+            return failure
     finally:
         _kill(running.processes)
         shutil.rmtree(folder, ignore_errors=True)
@@ -56,12 +62,22 @@ def started_by_launch() -> bool:
     return FOLDER_VARIABLE in os.environ
 
 
+def launched_by() -> Placement | None:
+    """Who this process is, if another launcher has started it as one of several ranks (torchrun: also as the only one)."""
+    if started_by_launch():
+        return None
+    placement = discover(os.environ)
+    return placement if placement is not None and (placement.size > 1 or "RANK" in os.environ) else None
+
+
 @dataclass(slots=True)
 class _Running:
     """The ranks, and what signals asked of them. Signals are noted by the handler and read by the watching loop."""
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
     signals: list[int] = field(default_factory=list[int])
+    counters: Counters = field(default_factory=read_counters)
+    """Of the kernel, before the ranks were started."""
 
     @property
     def must_end_now(self) -> bool:
@@ -123,7 +139,8 @@ def _note_deaths(folder: Path, running: _Running, deaths: dict[int, Failure]) ->
         if (stopped_by := _asked(code, running.signals)) is not None:
             deaths[rank] = _failure(rank, stopped_by, f"ended by {stopped_by} before there was a checkpoint")
         else:
-            deaths[rank] = _failure(rank, "died", _how_it_died(rank, code), _log_tail(folder / f"rank-{rank}.log"))
+            how = how_it_died(code, running.counters, read_counters())
+            deaths[rank] = _failure(rank, "died", f"rank {rank} {how}", _log_tail(folder / f"rank-{rank}.log"))
 
 
 def _asked(code: int, signals: list[int]) -> str | None:
@@ -138,18 +155,17 @@ def _failure(rank: int, kind: str, message: str, output: str = "") -> Failure:
     return Failure(rank=rank, kind=kind, message=message, traceback=output, time=time.time(), secondary=False)
 
 
-def _how_it_died(rank: int, code: int) -> str:
-    if code >= 0:
-        return f"rank {rank} ended with exit code {code} and left no report"
-    name = signal.Signals(-code).name
-    reason = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
-    return f"rank {rank} was ended by {name}{reason}"
+def _show_for_rank_0(folder: Path, running: _Running, failure: Failure) -> None:
+    """Rank 0 speaks for all. If it did not end by itself, what the rank that knows the cause wrote last is shown instead."""
+    if failure.rank > 0 and failure.secondary and running.processes[0].poll() is None:
+        sys.stderr.write(_log_tail(folder / f"rank-{failure.rank}.log", _REPORT_TAIL_BYTES))
+        sys.stderr.flush()
 
 
-def _log_tail(path: Path) -> str:
+def _log_tail(path: Path, nbytes: int = _LOG_TAIL_BYTES) -> str:
     if not path.exists():
         return ""
-    return path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace")
+    return path.read_bytes()[-nbytes:].decode("utf-8", "replace")
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:

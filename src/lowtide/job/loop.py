@@ -20,12 +20,15 @@ from lowtide.job.checkpoints import Checkpoints, Trainee
 from lowtide.job.interrupt import StopRequest
 from lowtide.job.memory import peak_bytes
 from lowtide.job.options import Options
+from lowtide.job.outlets import Outlets, note_loss
+from lowtide.job.pace import Pace
 from lowtide.job.progress import Reporter
 from lowtide.job.ranks import Member
 from lowtide.job.records import StepRecord, ValidationRecord
 from lowtide.job.run_folder import RunFolder
 from lowtide.job.tiers import Meter
 
+_SIGNAL = struct.Struct("<q")
 _SKIPS_IN_A_ROW = 10
 """So many steps with non-finite gradients mean that the model is lost."""
 _VALIDATIONS = 10
@@ -76,6 +79,8 @@ class Loop:
     folder: RunFolder | None
     checkpoints: Checkpoints
     stop: StopRequest
+    pace: Pace
+    outlets: Outlets
 
     def run(self) -> None:
         """Train until the last step, or until somebody asks to stop."""
@@ -97,9 +102,13 @@ class Loop:
                 break
 
     def _asked_to_stop(self, step: int) -> str | None:
-        """The signal that any rank has got, so that all ranks act on it at the same step. Collective."""
+        """The signal that any rank has got, so that all act on it at the same step. Collective; tells how fast each rank is."""
         exchange = engine_of(self.trainee.model).exchange
-        number = max(exchange.numbers("signals", self.stop.number))
+        notes = exchange.notes("signals", _SIGNAL.pack(self.stop.number) + self.pace.row())
+        news = self.pace.hear([note[_SIGNAL.size :] for note in notes])
+        if news is not None:
+            self.checkpoints.events.note("straggler", news, step=step)
+        number = max(_SIGNAL.unpack_from(note)[0] for note in notes)
         if not number:
             return None
         name = signal.Signals(number).name
@@ -110,6 +119,7 @@ class Loop:
         trainee, history = self.trainee, self.trainee.history
         batch = trainee.batches.draw()
         rate = float(trainee.scheduler.get_last_lr()[0])
+        self.pace.begin()
         start = time.perf_counter()
         loss = self.loss(batch)
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
@@ -124,6 +134,7 @@ class Loop:
         history.seconds.append(seconds)
         history.losses.append(loss.item())
         history.own_traffic.append(traffic)
+        self.pace.note(seconds, traffic.wait_seconds)
         record = StepRecord(
             step=step,
             loss=loss.item(),
@@ -138,7 +149,10 @@ class Loop:
             disk_read_bytes=traffic.read_bytes,
             disk_written_bytes=traffic.written_bytes,
             disk_wait_seconds=traffic.wait_seconds,
+            straggler=self.pace.straggler,
         )
+        note_loss(trainee.model, record.loss)
+        self.outlets.step(record)
         if self.folder is not None:
             self.folder.add(record)
         self.reporter.step(record)

@@ -5,7 +5,7 @@ the start of the process) and reads it at the end: exact, and free of cost. The 
 peaks minus what that sum counts more than once:
 
 * pages of files that are mapped privately (torch's libraries, the token file): the largest rank's share is counted, once;
-* shared memory: what all ranks together touch, at most its size, once.
+* shared memory: each rank has its proportional part of it (the kernel's Pss), which add up to all that any of them touches.
 
 Ranks compute in step, so their peaks fall together; where they do not, the sum overstates the job's peak and never
 understates it. The sharing is read at the end of training, from ``/proc/self/smaps``. Where there is no ``/proc``, the
@@ -37,7 +37,8 @@ class SharedPages:
 
     file: str
     resident: int
-    size: int
+    proportional: int
+    """The same, each page divided by the number of processes that have it."""
     shared_memory: bool
 
 
@@ -100,7 +101,7 @@ def counted_peak(ranks: Sequence[RankMemory]) -> int:
 def shareable_pages(smaps: Iterable[str]) -> tuple[SharedPages, ...]:
     """The file-backed and shared mappings in the text of ``/proc/<pid>/smaps``, one entry per file."""
     resident: defaultdict[tuple[str, bool], int] = defaultdict(int)
-    size: defaultdict[tuple[str, bool], int] = defaultdict(int)
+    proportional: defaultdict[tuple[str, bool], int] = defaultdict(int)
     key: tuple[str, bool] | None = None
     for line in smaps:
         mapping = _MAPPING.match(line)
@@ -109,18 +110,18 @@ def shareable_pages(smaps: Iterable[str]) -> tuple[SharedPages, ...]:
             key = (f"{mapping['device']}:{mapping['inode']}", mapping["rights"][3] == "s") if named else None
         elif key is not None:
             name, _, rest = line.partition(":")
-            if name == "Size":
-                size[key] += _kilobytes(rest)
+            if name == "Pss":
+                proportional[key] += _kilobytes(rest)
             elif name == "Rss":
                 resident[key] += _kilobytes(rest)
             elif name == "Anonymous" and not key[1]:
                 resident[key] -= _kilobytes(rest)  # pages that were written to are this rank's own
-    return tuple(SharedPages(file, resident[file, shared], size[file, shared], shared) for file, shared in resident)
+    return tuple(SharedPages(file, resident[file, shared], proportional[file, shared], shared) for file, shared in resident)
 
 
 def _once(parts: Sequence[SharedPages]) -> int:
     if any(part.shared_memory for part in parts):
-        return min(sum(part.resident for part in parts), max(part.size for part in parts))
+        return max(sum(part.proportional for part in parts), max(part.resident for part in parts))
     return max(part.resident for part in parts)
 
 

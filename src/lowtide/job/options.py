@@ -58,6 +58,7 @@ class Options:
     restarts: int = 0
     attempt: int = 0
     nonfinite: str = "skip"
+    log: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.preset is not None and self.model is not None:
@@ -172,7 +173,7 @@ class Options:
     @classmethod
     def from_json(cls, text: str) -> Options:
         fields: dict[str, Any] = json.loads(text)
-        fields["disk"] = tuple(fields["disk"])  # JSON has lists only
+        fields |= {name: tuple(fields[name]) for name in ("disk", "log")}  # JSON has lists only
         return cls(**fields)
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from lowtide.job.gauges import Gauge, Limits, gauge_row, gauges
 from lowtide.job.placement import mebibytes
@@ -84,6 +85,8 @@ class Lines:
             self.tell(
                 f"  {'   '.join(f'{gauge.name} {gauge.text}' for gauge in readings)}{moved if self._limits.disk_bytes else ''}"
             )
+        if record.straggler:
+            self.tell(f"  {record.straggler}")
 
     def validation(self, record: ValidationRecord) -> None:
         self.tell(f"step {record.step:>4}/{self._steps}   validation loss {record.validation_loss:.4f}")
@@ -94,14 +97,17 @@ class Lines:
 
 
 class _Gauged(Progress):
-    """A progress bar with gauges below it, where there is something to gauge."""
+    """A progress bar with gauges below it, where there is something to gauge, and a remark, where there is something to say."""
 
     readings: Sequence[Gauge] = ()
+    remark: str | None = None
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
         if self.readings:
             yield gauge_row(self.readings)
+        if self.remark:
+            yield Text(self.remark, style="yellow")
 
 
 class Bar:
@@ -134,6 +140,7 @@ class Bar:
 
     def step(self, record: StepRecord) -> None:
         self._progress.readings = gauges(record, self._limits)
+        self._progress.remark = record.straggler
         self._progress.update(
             self._task,
             completed=record.step,

@@ -18,8 +18,11 @@ import torch
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from lowtide.comm.launched import initialise
 from lowtide.errors import PeerFailed
 from lowtide.job.failure import FOLDER_VARIABLE, PARENT_VARIABLE, Failure, describe, leave_report
+from lowtide.job.launch import launched_by
+from lowtide.launchers import Placement
 from lowtide.runtime.exchange import Exchange
 
 _PR_SET_PDEATHSIG = 1
@@ -43,19 +46,22 @@ class Member:
 
 @contextmanager
 def joined() -> Generator[Member, None, None]:
-    """Join the process group of the job: ranks started by ``launch`` through a file, ranks of torchrun as it says, or alone."""
+    """Join the process group of the job: ranks started by ``launch`` through a file, ranks of another launcher as it says, or
+    alone."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None:
         with _reported(Path(folder)):
             yield from _join_through_file(Path(folder))
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        yield from _join_launched()
+        return
+    placement = launched_by()
+    if placement is not None:
+        yield from _join_launched(placement)
     else:
         yield Member(0, 1, 0, 1)
 
 
 def end_launched_rank(error: BaseException, failure: Failure) -> NoReturn:
-    """End this rank of torchrun with a bad exit code; the rank that failed first is the one that torchrun names."""
+    """End this rank of a launcher with a bad exit code; the rank that failed first is the one that torchrun names."""
     if failure.secondary:
         time.sleep(_CAUSE_FIRST)
     else:
@@ -103,12 +109,9 @@ def _lost_connections_named() -> Generator[None, None, None]:
         raise PeerFailed(-1, f"a connection was lost ({error})", "the start or the end of the job") from error
 
 
-def _join_launched() -> Generator[Member, None, None]:
-    """As torchrun says. It keeps one store for all attempts, in which the addresses of ranks that died still stand."""
-    member = _member_from_environment()
-    store, _, _ = next(dist.rendezvous("env://"))
-    attempt = f"lowtide/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{member.ranks}"
-    dist.init_process_group("gloo", store=dist.PrefixStore(attempt, store), rank=member.rank, world_size=member.ranks)
+def _join_launched(placement: Placement) -> Generator[Member, None, None]:
+    initialise(placement, os.environ)
+    member = Member(placement.rank, placement.size, placement.local_rank, placement.local_size)
     yield member
     _leave(member)
 

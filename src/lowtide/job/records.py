@@ -29,6 +29,7 @@ SUMMARY = (
     "checkpoints",
     "saves_seconds",
     "events",
+    "straggler",
 )
 """The fields of a result that ``--json`` prints."""
 
@@ -54,6 +55,8 @@ class StepRecord:
     disk_written_bytes: int
     disk_wait_seconds: float
     """How long rank 0 stood still for the disk in this step."""
+    straggler: str | None = None
+    """The rank that the others wait for, and by how much, as of the steps before; ``None`` if none stands out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,8 @@ class Result:
     """Of a step, by the plan that was made before the first; ``None`` if there was no plan."""
     predicted_peak_bytes: int | None
     """Of the whole job on this host; to be held against ``counted_bytes``."""
+    straggler: str | None = None
+    """The rank that the others waited for at the end, if one stood out."""
 
     def summary(self) -> dict[str, Any]:
         """What ``--json`` prints."""

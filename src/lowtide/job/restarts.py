@@ -11,6 +11,7 @@ from lowtide.job.events import Events
 from lowtide.job.failure import Failure
 from lowtide.job.launch import start_ranks
 from lowtide.job.options import Options
+from lowtide.reporting.report import leave_post_mortem
 
 
 def start_with_restarts(options: Options, *, output: str, say: Callable[[str], None]) -> Failure | None:
@@ -26,10 +27,17 @@ def start_with_restarts(options: Options, *, output: str, say: Callable[[str], N
             return None
         again = failure.may_be_retried and attempt < options.restarts
         _note(options, failure, attempt + 1 if again else None)
+        _tell_of_memory(options, say)
         if not again:
             return failure
         say(f"restart {attempt + 1} of {options.restarts}: {failure.message}")
     return None
+
+
+def _tell_of_memory(options: Options, say: Callable[[str], None]) -> None:
+    """What took the memory and what would help, if that is what ended the ranks."""
+    if options.run is not None and (told := leave_post_mortem(Path(options.run))) is not None:
+        say(told)
 
 
 def _note(options: Options, failure: Failure, restart: int | None) -> None:

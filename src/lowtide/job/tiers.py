@@ -27,6 +27,7 @@ def shard_as_asked(model: nn.Module, optimizer: Optimizer, options: Options) -> 
         stage=options.stage,
         activations=options.activations,
         update=options.update_when,
+        run=options.run,
     )
 
 

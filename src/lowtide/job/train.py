@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from lowtide.job.loop import Loop, Recipe
 from lowtide.job.memory import counted_peak, job_peak, measure_rank, rank_memory_from_json, reset_peak
 from lowtide.job.models import Built, build_model
 from lowtide.job.options import Options, cores
+from lowtide.job.outlets import Outlets, end_record
+from lowtide.job.pace import Pace
 from lowtide.job.planned import Planned, choose_batch, plan_job
 from lowtide.job.progress import Reporter
 from lowtide.job.ranks import Member, everybody, gather_json, wait_for_all
@@ -41,6 +43,7 @@ def train(options: Options, member: Member, reporter: Reporter) -> Result:
     torch.set_num_threads(options.threads or max(1, cores() // member.local_ranks))
     torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
     options = replace(options, run=gather_json(options.run, member)[0])  # a default has the time in it, which may differ
+    outlets = Outlets(options.log if member.rank == 0 else ())
     built = build_model(options)
     params = sum(parameter.numel() for parameter in built.model.parameters())
     stage = parse_stage(options.stage, member.ranks)
@@ -55,25 +58,32 @@ def train(options: Options, member: Member, reporter: Reporter) -> Result:
         reporter.tell(outlook(planned.plan))
     with _failures_told(built), _run_folder(options, member, facts, planned) as folder:
         torch.manual_seed(options.seed + member.rank)  # pyright: ignore[reportUnknownMemberType]
-        return _run(options, built, optimizer, batches, member, reporter, folder, planned)
+        try:
+            return _run(options, built, optimizer, batches, Surroundings(member, reporter, folder, planned, outlets))
+        finally:
+            outlets.close()
 
 
-def _run(
-    options: Options,
-    built: Built,
-    optimizer: Optimizer,
-    batches: Batches,
-    member: Member,
-    reporter: Reporter,
-    folder: RunFolder | None,
-    planned: Planned,
-) -> Result:
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a run has around it."""
+
+    member: Member
+    reporter: Reporter
+    folder: RunFolder | None
+    planned: Planned
+    outlets: Outlets
+
+
+def _run(options: Options, built: Built, optimizer: Optimizer, batches: Batches, around: Surroundings) -> Result:
     """Go on from a checkpoint if there is one, train, and say what came out."""
+    member, reporter, folder = around.member, around.reporter, around.folder
     recipe = Recipe.for_synthetic() if options.synthetic else Recipe.for_text(options.steps)
     scheduler = LambdaLR(optimizer, lambda step: recipe.rate(step, options.steps))
     history = History()
     trainee = Trainee(model=built.model, optimizer=optimizer, scheduler=scheduler, batches=batches, history=history)
     events = folder.events if folder is not None else Events(None)
+    events.listener = around.outlets.event
     saves = Checkpoints(trainee=trainee, options=options, member=member, reporter=reporter, events=events)
     with stop_on_signals(reporter.tell) as stop:
         resumed_from = saves.resume()
@@ -81,7 +91,7 @@ def _run(
             folder.begin(history.step)
         if history.step >= options.steps:
             reporter.tell(f"nothing is left to do: {history.step} steps are done; give more --steps to go on")
-        meter = Meter(built.model)
+        meter, pace = Meter(built.model), Pace(engine_of(built.model).group.watch)
         loop = Loop(
             trainee=trainee,
             loss=built.loss,
@@ -93,6 +103,8 @@ def _run(
             folder=folder,
             checkpoints=saves,
             stop=stop,
+            pace=pace,
+            outlets=around.outlets,
         )
         if options.memory is None:  # a memory number holds from the start, so its peak counts from there
             reset_peak()
@@ -101,9 +113,11 @@ def _run(
             loop.run()
         finally:
             reporter.close()
+    end_record(built.model, "done")
     events.note("end", f"stopped by {history.stopped_by}" if history.stopped_by else "done", step=history.step)
     made = {"resumed_from": resumed_from, "checkpoints": saves.paths, "saves_seconds": saves.seconds, "events": events.counts()}
-    return _result(history, built, meter, options, member, {**made, **planned.predictions()})
+    made |= {"straggler": pace.straggler}
+    return _result(history, built, meter, options, member, {**made, **around.planned.predictions()})
 
 
 def _open_batches(options: Options, built: Built, member: Member, reporter: Reporter) -> tuple[Batches, dict[str, Any]]:
@@ -138,6 +152,7 @@ def _failures_told(built: Built) -> Generator[None, None, None]:
         yield
     except BaseException as error:
         engine_of(built.model).group.watch.report(error)
+        end_record(built.model, "error", f"{type(error).__name__}: {error}")
         raise
 
 

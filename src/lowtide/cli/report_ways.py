@@ -1,0 +1,68 @@
+"""The planner's answer to a run that ran out of memory: the cheapest changes after which the same job fits.
+
+Only for runs of `lowtide train`, whose folder says what was asked for; of others nothing but samples is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lowtide.errors import DoesNotFit, Error
+from lowtide.planning.text import size_text
+from lowtide.reporting.findings import Findings
+
+
+def ways_out_of(found: Findings) -> list[str]:
+    """At most three changes other than a memory number, the cheapest first; none if the job cannot be planned again."""
+    post = found.post_mortem
+    end = None if post is None else post.budget_bytes if post.cause == "refused" else post.limit_bytes or post.budget_bytes
+    if post is None or end is None or "steps" not in found.extras.config:
+        return []
+    # what was there beyond the plan is there whatever is planned: it is taken off before planning again
+    beyond = max(0, sum(post.there.values()) - post.planned_bytes) if post.planned_bytes is not None else 0
+    sharing = found.run.first.last.run.local_ranks if end == post.budget_bytes else 1
+    try:
+        return _plan_again(found.extras.config, memory=max(2**20, (end - max(beyond, post.short_bytes)) * sharing))
+    except (Error, TypeError, ValueError):  # a folder of another version, a model that cannot be imported here
+        return []
+
+
+def _plan_again(config: dict[str, Any], *, memory: int) -> list[str]:
+    from lowtide.cli.plan_question import Place, Subject, ask
+    from lowtide.job.options import Options
+    from lowtide.job.presets import PRESETS
+    from lowtide.planning.planner import make_plan
+    from lowtide.planning.request import Request
+    from lowtide.planning.ways_out import ways_out
+
+    known = {field.name for field in dataclasses.fields(Options)} - {"data", "resume", "run", "save_every", "restarts"}
+    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in config.items() if name in known}
+    options = Options(**given)
+    subject = Subject(
+        preset=None if options.model else options.preset or next(iter(PRESETS)),
+        model=options.model,
+        arch=None,
+        params=None,
+        batch=str(options.batch_size),
+        sequence=None,
+    )
+    place = Place(
+        hardware=None,
+        world_size=options.ranks,
+        cluster=None,
+        memory=str(memory),
+        device_memory=None,
+        disk=next(iter(options.disk_folders), None),
+    )
+    request = Request(stage=options.stage, activations=options.activations, update=options.update_when)
+    question = ask(subject, place, request)
+    model = question.model_for(options.batch_size)
+    try:
+        make_plan(model, question.hardware, question.request)
+    except DoesNotFit:
+        ways = ways_out(model, question.hardware, question.request)
+        # how much memory would be enough is better known from the run than from a plan that was wrong about it
+        other = [way for way in ways if not way.change.startswith("memory=")]
+        return [f"{way.change} (planned peak {size_text(way.plan.predicted_peak_bytes)})" for way in other]
+    return []

@@ -1,0 +1,1 @@
+"""What a run did: timelines that every sharded model can write, and what reads them."""
