@@ -58,7 +58,7 @@ def gradients(events: Events, unit: str) -> list[int]:
 
 
 def test_forward_gathers_the_next_unit_while_one_computes() -> None:
-    for forward, _, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=0)):
+    for forward, _, _ in run_ranks(2, traced, 3, lowtide.Comm(transport="torch", bucket_bytes=0)):
         for here, following in pairwise(UNITS):
             assert place(forward, "attach", here) < place(forward, "prefetch", following) < place(forward, "release", here)
         # one ahead, not more: whoever is gathered two ahead takes memory for nothing
@@ -69,7 +69,7 @@ def test_forward_gathers_the_next_unit_while_one_computes() -> None:
 
 
 def test_backward_gathers_the_next_unit_and_reduces_the_last_one_while_one_computes() -> None:
-    for _, backward, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=0)):
+    for _, backward, _ in run_ranks(2, traced, 3, lowtide.Comm(transport="torch", bucket_bytes=0)):
         order = UNITS[::-1]
         for here, following in pairwise(order):
             mine, next_ones = gradients(backward, here), gradients(backward, following)
@@ -83,7 +83,7 @@ def test_backward_gathers_the_next_unit_and_reduces_the_last_one_while_one_compu
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_reductions_overlap_backward_at_every_stage(stage: int) -> None:
-    for forward, backward, _ in run_ranks(2, traced, stage, lowtide.Comm(bucket_bytes=0)):
+    for forward, backward, _ in run_ranks(2, traced, stage, lowtide.Comm(transport="torch", bucket_bytes=0)):
         assert forward == [], "resident parameters are not moved"
         order = UNITS[::-1]
         for here, following in pairwise(order):
@@ -91,31 +91,31 @@ def test_reductions_overlap_backward_at_every_stage(stage: int) -> None:
 
 
 def test_units_are_dropped_as_soon_as_backward_is_done_with_them() -> None:
-    for _, backward, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=0)):
+    for _, backward, _ in run_ranks(2, traced, 3, lowtide.Comm(transport="torch", bucket_bytes=0)):
         for here, later in zip(UNITS[::-1], UNITS[::-1][2:], strict=False):
             assert place(backward, "drop", here) < gradients(backward, later)[0]
 
 
 def test_prefetch_can_be_deeper_or_off() -> None:
-    for forward, _, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=0, prefetch=2)):
+    for forward, _, _ in run_ranks(2, traced, 3, lowtide.Comm(transport="torch", bucket_bytes=0, prefetch=2)):
         assert place(forward, "prefetch", UNITS[2]) < place(forward, "release", UNITS[0])
-    for forward, _, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=0, prefetch=0)):
+    for forward, _, _ in run_ranks(2, traced, 3, lowtide.Comm(transport="torch", bucket_bytes=0, prefetch=0)):
         for here, following in pairwise(UNITS):
             assert place(forward, "release", here) < place(forward, "prefetch", following)
 
 
 def test_small_units_travel_together() -> None:
     """All of this model fits into one bucket: one gather forward, one backward, one reduction."""
-    for forward, backward, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=1 << 20)):
+    for forward, backward, _ in run_ranks(2, traced, 3, lowtide.Comm(transport="torch", bucket_bytes=1 << 20)):
         name = "blocks.0 … head"
         assert [e for e in forward if e[0] == "prefetch"] == [("prefetch", name)]
         assert [e for e in backward if e[0] == "reduce"] == [("reduce", name)]
     size = sum(p.nbytes for p in Block().parameters())
-    for _, backward, _ in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=2 * size)):
+    for _, backward, _ in run_ranks(2, traced, 3, lowtide.Comm(transport="torch", bucket_bytes=2 * size)):
         units = [unit for what, unit in backward if what == "reduce"]
         assert units == ["blocks.4 … head", "blocks.2 … blocks.3", "blocks.0 … blocks.1"]
 
 
 def test_a_step_at_stage_3_gathers_nothing() -> None:
-    for _, _, step in run_ranks(2, traced, 3, lowtide.Comm(bucket_bytes=0)):
-        assert step == [("update", "")]
+    for _, _, step in run_ranks(2, traced, 3, lowtide.Comm(transport="torch", bucket_bytes=0)):
+        assert step == [("step", ""), ("update", "")]

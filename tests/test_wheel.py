@@ -51,6 +51,9 @@ def test_contents(wheel: Path) -> None:
     sources = {f"lowtide/{path.relative_to(ROOT / 'src' / 'lowtide').as_posix()}" for path in (ROOT / "src").rglob("*.py")}
     inside = {name for name in names if name.startswith("lowtide/")}
     assert sources | {"lowtide/py.typed"} <= inside
+    assets = {f"lowtide/reporting/assets/{path.name}" for path in (ROOT / "src/lowtide/reporting/assets").iterdir()}
+    assert assets
+    assert assets <= inside
     assert not [name for name in names if "test" in name or "__pycache__" in name]
     assert [name for name in names if name.endswith("licenses/LICENSE")]
 

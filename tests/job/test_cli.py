@@ -91,6 +91,7 @@ def test_a_run_folder_is_used_once(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_under_another_launcher_ranks_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert run(["train", "--synthetic", "--ranks", "2"]) == 2
     assert "leave --ranks out" in capsys.readouterr().err
 

@@ -26,10 +26,12 @@ SMAPS = """\
 7f0000000000-7f0000400000 r-xp 00000000 fe:01 77     /usr/lib/libtorch.so
 Size:               4096 kB
 Rss:                3000 kB
+Pss:                1500 kB
 Anonymous:             0 kB
 7f0000400000-7f0000500000 rw-p 00400000 fe:01 77     /usr/lib/libtorch.so
 Size:               1024 kB
 Rss:                1000 kB
+Pss:                 950 kB
 Anonymous:           900 kB
 7f1000000000-7f1000100000 rw-p 00000000 00:00 0
 Size:               1024 kB
@@ -38,21 +40,22 @@ Anonymous:          1024 kB
 7f2000000000-7f2000100000 rw-s 00000000 00:01 12     /memfd:shards (deleted)
 Size:               1024 kB
 Rss:                 512 kB
+Pss:                 300 kB
 Anonymous:             0 kB
 """
 
 
 def test_shareable_pages_are_those_of_files_and_shared_memory() -> None:
     library, shared = shareable_pages(SMAPS.splitlines())
-    assert library == SharedPages("fe:01:77", (3000 + 1000 - 900) * 1024, 5120 * 1024, shared_memory=False)
-    assert shared == SharedPages("00:01:12", 512 * 1024, 1024 * 1024, shared_memory=True)
+    assert library == SharedPages("fe:01:77", (3000 + 1000 - 900) * 1024, 2450 * 1024, shared_memory=False)
+    assert shared == SharedPages("00:01:12", 512 * 1024, 300 * 1024, shared_memory=True)
 
 
 def test_pages_that_ranks_share_count_once() -> None:
     library = [SharedPages("lib", size, 400, shared_memory=False) for size in (300, 290)]
-    shards = [SharedPages("memfd", 80, 100, shared_memory=True) for _ in range(2)]
+    shards = [SharedPages("memfd", 80, 50, shared_memory=True) for _ in range(2)]
     ranks = [RankMemory("here", 1000, (library[i], shards[i])) for i in range(2)]
-    # the library: 300 instead of 590; the shared memory: its whole size instead of 160
+    # the library: 300 instead of 590; the shared memory: 100 instead of 160
     assert job_peak(ranks) == 2000 - 290 - 60
     assert job_peak([*ranks, RankMemory("another host", 5000, ())]) == job_peak(ranks)
     assert job_peak(ranks[:1]) == 1000

@@ -262,7 +262,7 @@ def test_the_summary_says_whether_the_memory_number_held() -> None:
 
 def test_pages_of_files_do_not_count_and_shared_memory_counts_once() -> None:
     library = SharedPages("8:1:7", 100, 400, shared_memory=False)
-    segment = SharedPages("0:1:9", 40, 50, shared_memory=True)
+    segment = SharedPages("0:1:9", 40, 25, shared_memory=True)
     ranks = [RankMemory("here", 1000, (library, segment)), RankMemory("here", 1000, (library, segment))]
     # 2000, less the second count of the library (100) and of shared memory (30), less the library itself
     assert counted_peak(ranks) == 2000 - 100 - 30 - 100

@@ -34,7 +34,7 @@ from lowtide.stages import STAGES
 from tests.kit.dist import run_ranks
 
 FP32 = 4
-COMM = lowtide.Comm(bucket_bytes=0)
+COMM = lowtide.Comm(bucket_bytes=0, transport="torch")
 
 
 class Layer(nn.Module):

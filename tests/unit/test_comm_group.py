@@ -158,4 +158,4 @@ def join_late(rank: int, world_size: int) -> str:
 
 
 def test_a_rank_that_never_joins_is_a_deadline() -> None:
-    assert "no answer for ranks [0, 1] to open 'watch' within" in run_ranks(2, join_late, fresh=True)[0]
+    assert "no answer for ranks [0, 1] to say where they are within" in run_ranks(2, join_late, fresh=True)[0]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowtide.comm.reduce import tree_sum
+from lowtide.comm.reduce import nodes_within, sum_of_nodes, tree_sum
 from lowtide.errors import ArgumentError
 
 
@@ -42,3 +42,27 @@ def test_the_tree_is_not_a_chain() -> None:
 def test_nothing_to_add_is_an_error() -> None:
     with pytest.raises(ArgumentError, match="at least one block"):
         tree_sum([])
+
+
+@given(size=st.integers(1, 17), seed=st.integers(0, 10_000), data=st.data())
+def test_sums_of_nodes_that_hosts_made_give_the_same_bits(size: int, seed: int, data: st.DataObject) -> None:
+    host_of = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [torch.randn(33, generator=generator) * 10.0 ** (i % 7) for i in range(size)]
+    expected = tree_sum([b.clone() for b in blocks])
+    given_nodes = {}
+    for host in set(host_of):
+        ranks = [rank for rank in range(size) if host_of[rank] == host]
+        for first, end in nodes_within(ranks, size):
+            given_nodes[first, end] = tree_sum([blocks[r].clone() for r in range(first, end)])
+    assert sorted(r for first, end in given_nodes for r in range(first, end)) == list(range(size))
+    assert torch.equal(sum_of_nodes(given_nodes, size), expected)
+
+
+def test_a_host_of_neighbours_sends_one_sum() -> None:
+    assert nodes_within([0, 1], 4) == [(0, 2)]
+    assert nodes_within([2, 3], 4) == [(2, 4)]
+    assert nodes_within([4, 5, 6, 7], 8) == [(4, 8)]
+    assert nodes_within([0, 1, 2], 6) == [(0, 2), (2, 3)]
+    assert nodes_within([3, 4, 5], 6) == [(3, 4), (4, 6)]
+    assert nodes_within([0, 2], 4) == [(0, 1), (2, 3)]
