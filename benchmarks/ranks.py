@@ -1,44 +1,43 @@
-"""lowtide's stages beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed: one model, two ranks, interleaved steps.
+"""lowtide's stages and transports beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed: one model, two ranks, in turns.
 
     python benchmarks/ranks.py --out ranks.json --plot ranks.png     about thirteen minutes
     python benchmarks/ranks.py --quick                               a tiny model: does the script work here?
-    python benchmarks/ranks.py --markdown ranks.json                 the table for a README
+    python benchmarks/ranks.py --markdown ranks.json                 the tables for a README
 
 Steps of different systems alternate, because a machine's speed moves by more in ten minutes than systems differ. All systems
 at once would not fit in memory, so they run in groups, each with DDP in it; every ratio is taken within one round of one group.
+Beside them: the memory of one plain process, and how fast ranks reduce through shared memory, over how fast they copy.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import shlex
 import signal
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchkit import machine
-from benchkit.peers import PeerUnavailable, deepspeed_python
+from benchkit import machine, reduce_scatter
+from benchkit.lineup import GIB, find_pythons, groups, model_facts, parameter_count, source_digest
 from benchkit.ranks_report import markdown, plot, summary
+from benchkit.rounds import QUIET_SHARE, WARM_UP_STEPS, Pace, Record, Rounds
 from benchkit.team import Job, Team, TeamFailed
+from benchkit.turns import SOURCE, say
 from workers.gpt import Shape
 
-HERE = Path(__file__).resolve().parent
-SOURCE = HERE.parent / "src"
 REFERENCE = "ddp"
 WORLD_SIZE = 2
-WARM_UP_STEPS = 2  # the first makes the optimizer's state; during the second, Pss is sampled
 DEADLINE_SECONDS = 240.0
-QUIET_SHARE = 0.1  # of all cores: a round in which other processes used more in any turn says little about the systems
-GIB = 2**30
 
 MODEL_98M = Shape(layers=12, width=768, heads=12, tokens=8192, context=256, batch=2)
 MODEL_QUICK = Shape(layers=2, width=64, heads=4, tokens=256, context=32, batch=2)
+REDUCE_BYTES = 4 * 10**6, 28 * 10**6  # a small unit, and one block of the model
+REDUCE_BYTES_QUICK = (10**5,)
 
 # In the order in which groups are filled, so that systems that shard the same things are measured side by side.
 # The number is what one rank needs at its peak, in bytes per parameter, rounded up: only for filling groups.
@@ -47,32 +46,16 @@ SYSTEMS = {
     "zero-redundancy": 18,
     "lowtide-1": 18,
     "fsdp2": 24,
-    "lowtide-3": 16,
+    "lowtide-3-shared": 16,
+    "lowtide-3-torch": 16,
     "lowtide-0": 22,
     "deepspeed-1": 26,
     "lowtide-2": 16,
     "deepspeed-2": 24,
     "deepspeed-3": 34,
 }
-OPTIONAL = {"alone": 22}
-PROCESS_BYTES = 400 * 2**20
-
-
-@dataclass
-class Record:
-    """Everything that was measured of one system. ``rounds[i][r]`` are the seconds of its steps in round i on rank r,
-    ``cpu_rounds`` the CPU seconds of all its threads, which other processes on the machine disturb less."""
-
-    group: int
-    failure: str | None = None
-    facts: list[dict[str, Any]] = field(default_factory=list)
-    rounds: list[list[list[float]]] = field(default_factory=list)
-    cpu_rounds: list[list[list[float]]] = field(default_factory=list)
-    foreign_cpu_shares: list[float] = field(default_factory=list)
-    losses: list[list[float]] = field(default_factory=list)
-    idle_cpu_seconds: list[float] = field(default_factory=list)
-    memory: list[dict[str, Any]] = field(default_factory=list)
-    pss_peak_bytes: list[int] = field(default_factory=list)
+OPTIONAL = {"alone": 22, "lowtide-3": 16}
+PARTS = "systems", "plain", "reduce-scatter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,149 +63,60 @@ class Plan:
     """What this run will do."""
 
     systems: tuple[str, ...]
-    rounds: int
-    steps: int
-    patience: int
-    wait_seconds: float
+    parts: tuple[str, ...]
+    pace: Pace
     shape: Shape
     memory_bytes: int
+    reduce_bytes: tuple[int, ...]
 
 
-def say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+class Starter:
+    """Starts a system's ranks, each in a folder of its own."""
 
+    def __init__(self, shape: Shape, pythons: dict[str, str], folder: Path) -> None:
+        self._shape, self._pythons, self._folder = shape, pythons, folder
 
-def parameter_count(shape: Shape) -> int:
-    block = 12 * shape.width**2 + 13 * shape.width
-    return shape.layers * block + (2 * shape.tokens + shape.context + 2) * shape.width
-
-
-def groups(plan: Plan) -> list[list[str]]:
-    """Systems that are alive together: DDP and as many others as the memory allows."""
-    parameters = parameter_count(plan.shape)
-    needs = {**SYSTEMS, **OPTIONAL}
-
-    def need(names: list[str]) -> int:
-        return sum(WORLD_SIZE * (PROCESS_BYTES + needs[name] * parameters) for name in names)
-
-    made: list[list[str]] = [[REFERENCE]]
-    for name in plan.systems:
-        if name == REFERENCE:
-            continue
-        if len(made[-1]) > 1 and need([*made[-1], name]) > plan.memory_bytes:
-            made.append([REFERENCE])
-        made[-1].append(name)
-    return made
-
-
-class Group:
-    """Systems that are alive at the same time and take turns."""
-
-    def __init__(self, *, number: int, names: list[str], plan: Plan, pythons: dict[str, str], folder: Path) -> None:
-        self._plan = plan
-        self._names = names
-        self._pythons = pythons
-        self._folder = folder
-        self._teams: dict[str, Team] = {}
-        self.records = {name: Record(group=number) for name in names}
-
-    def measure(self) -> None:
-        say(f"group {self.records[self._names[0]].group}: {', '.join(self._names)}")
-        try:
-            for name in self._names:
-                self._attempt(name, self._start)
-            quiet = index = 0
-            while quiet < self._plan.rounds and index < self._plan.rounds + self._plan.patience:
-                machine.wait_for_quiet(share=QUIET_SHARE, at_most_seconds=self._plan.wait_seconds)
-                turn = index % len(self._names)
-                for name in self._names[turn:] + self._names[:turn]:
-                    self._attempt(name, self._turn)
-                index += 1
-                quiet += all(r.foreign_cpu_shares[-1] <= QUIET_SHARE for r in self.records.values() if r.failure is None)
-            for name in self._names:
-                self._attempt(name, self._finish)
-        finally:
-            for team in self._teams.values():
-                team.stop()
-
-    def _cpu_seconds(self) -> float:
-        return sum(team.cpu_seconds() for team in self._teams.values())
-
-    def _attempt(self, name: str, action: Any) -> None:
-        """A system that fails keeps its place in the report, with its cause; the others go on, unless it is the reference."""
-        record = self.records[name]
-        if record.failure is not None:
-            return
-        try:
-            action(name, record)
-        except (TeamFailed, OSError) as error:
-            record.failure = str(error)
-            say(f"  {name} failed: {error}")
-            if name in self._teams:
-                self._teams.pop(name).stop()
-            if name == REFERENCE:
-                raise SystemExit(f"{REFERENCE} failed, so there is nothing to compare with: {error}") from error
-
-    def _start(self, name: str, record: Record) -> None:
+    def __call__(self, name: str, world_size: int = WORLD_SIZE) -> Team:
         job = Job(
             system=name,
             python=self._pythons.get(name, sys.executable),
             python_path=str(SOURCE) if name.startswith("lowtide") else "",
-            world_size=WORLD_SIZE,
-            shape=self._plan.shape,
+            world_size=world_size,
+            shape=self._shape,
             deadline_seconds=DEADLINE_SECONDS,
         )
-        self._teams[name] = team = Team(job, self._folder / name)
-        record.facts = team.answers()
-        self._keep_losses(record, team.ask("step", count=WARM_UP_STEPS - 1))
-        team.tell("step", count=1)
-        answers, record.pss_peak_bytes = team.pss_peak_while_answering()
-        self._keep_losses(record, answers)
-        team.ask("reset_peak")
-
-    def _keep_losses(self, record: Record, answers: list[dict[str, Any]]) -> None:
-        record.losses = record.losses or [[] for _ in answers]
-        for kept, answer in zip(record.losses, answers, strict=True):
-            kept.extend(answer["losses"])
-
-    def _turn(self, name: str, record: Record) -> None:
-        before, foreign = self._cpu_seconds(), machine.Foreign()
-        answers = self._teams[name].ask("step", count=self._plan.steps)
-        record.foreign_cpu_shares.append(round(foreign.share(self._cpu_seconds() - before), 3))
-        self._keep_losses(record, answers)
-        record.rounds.append([answer["seconds"] for answer in answers])
-        record.cpu_rounds.append([answer["cpu_seconds"] for answer in answers])
-        record.idle_cpu_seconds.append(max(answer["idle_cpu_seconds"] for answer in answers))
-        seconds = max(sum(answer["seconds"]) for answer in answers) / self._plan.steps
-        say(f"  {name:16} {seconds:7.3f} s a step, {record.foreign_cpu_shares[-1]:.0%} of the machine used by others")
-
-    def _finish(self, name: str, record: Record) -> None:
-        record.memory = self._teams[name].ask("memory")
+        return Team(job, self._folder / name)
 
 
-def source_digest() -> str:
-    """Which lowtide was measured, also between two commits."""
-    digest = hashlib.sha256()
-    for path in sorted((SOURCE / "lowtide").rglob("*.py")):
-        digest.update(path.relative_to(SOURCE).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+def measure_systems(plan: Plan, present: tuple[str, ...], pythons: dict[str, str], folder: Path) -> list[tuple[str, Record]]:
+    found: list[tuple[str, Record]] = []
+    count = parameter_count(plan.shape)
+    need = {name: bytes_each * count for name, bytes_each in {**SYSTEMS, **OPTIONAL}.items()}
+    made = groups(present, reference=REFERENCE, rank_bytes=need, ranks=WORLD_SIZE, memory_bytes=plan.memory_bytes)
+    for number, names in enumerate(made):
+        start = Starter(plan.shape, pythons, folder / str(number))
+        with Rounds(number=number, names=names, reference=REFERENCE, pace=plan.pace, start=start) as rounds:
+            rounds.start()
+            rounds.measure()
+            rounds.finish()
+            found += rounds.records.items()
+    return found
 
 
-def find_pythons(systems: tuple[str, ...]) -> tuple[dict[str, str], str | None]:
-    """Which interpreter runs which system, and why DeepSpeed has none, if so.
-
-    What ships with PyTorch runs in the interpreter that runs lowtide: the same binary on both sides of the comparison.
-    """
-    wanted = [name for name in systems if name.startswith("deepspeed")]
-    if not wanted:
-        return {}, None
+def measure_plain(plan: Plan, folder: Path) -> dict[str, Any]:
+    """The memory of one process that trains the same model by itself."""
+    say("one plain process")
+    team = Starter(plan.shape, {}, folder)("plain", world_size=1)
     try:
-        python = str(deepspeed_python(HERE / ".peers", say))
-    except PeerUnavailable as error:
-        say(f"DeepSpeed cannot be installed: {error}")
-        return {}, str(error)
-    return dict.fromkeys(wanted, python), None
+        team.answers()
+        team.ask("step", count=WARM_UP_STEPS - 1)
+        team.tell("step", count=1)
+        answers, _, peak = team.memory_peak_while_answering()
+    except (TeamFailed, OSError) as error:
+        return {"failure": str(error)}
+    finally:
+        team.stop()
+    return {"failure": None, "peak_bytes": peak, "step_seconds": answers[0]["seconds"][0]}
 
 
 def run(plan: Plan, command: str) -> dict[str, Any]:
@@ -231,14 +125,18 @@ def run(plan: Plan, command: str) -> dict[str, Any]:
     missing = tuple(name for name in plan.systems if unavailable is not None and name.startswith("deepspeed"))
     facts, digest = machine.facts(), source_digest()
     began = datetime.now(timezone.utc)
-    measured: list[Group] = []
+    records: list[tuple[str, Record]] = []
+    extra: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="lowtide-ranks-") as folder:
-        present = replace(plan, systems=tuple(name for name in plan.systems if name not in missing))
-        for number, names in enumerate(groups(present)):
-            group = Group(number=number, names=names, plan=plan, pythons=pythons, folder=Path(folder, str(number)))
-            group.measure()
-            measured.append(group)
-    records = [(name, record) for group in measured for name, record in group.records.items()]
+        if "plain" in plan.parts:
+            extra["plain"] = measure_plain(plan, Path(folder, "plain"))
+        if "reduce-scatter" in plan.parts:
+            extra["reduce_scatter"] = reduce_scatter.measure(
+                Path(folder, "reduce-scatter"), ranks=WORLD_SIZE, sizes=plan.reduce_bytes, source=SOURCE
+            )
+        if "systems" in plan.parts:
+            present = tuple(name for name in plan.systems if name not in missing)
+            records += measure_systems(plan, present, pythons, Path(folder))
     records += [(name, Record(group=-1, failure=f"not installed: {unavailable}")) for name in missing]
     return {
         "benchmark": "ranks",
@@ -247,19 +145,20 @@ def run(plan: Plan, command: str) -> dict[str, Any]:
         "took_seconds": round((datetime.now(timezone.utc) - began).total_seconds(), 1),
         "lowtide_source_sha256": digest,
         "machine": facts,
-        "model": {
-            **asdict(plan.shape),
-            "parameters": parameter_count(plan.shape),
-            "dtype": "fp32",
-            "optimizer": "AdamW(fused=True, lr=1e-3)",
-        },
+        "model": model_facts(plan.shape),
         "ranks": WORLD_SIZE,
         "threads_per_rank": 1,
-        "rounds": plan.rounds,
-        "patience_rounds": plan.patience,
-        "steps_per_turn": plan.steps,
+        "rounds": plan.pace.rounds,
+        "patience_rounds": plan.pace.patience,
+        "steps_per_turn": plan.pace.steps,
         "warm_up_steps": WARM_UP_STEPS,
-        **summary([(name, asdict(record)) for name, record in records], reference=REFERENCE, quiet_share=QUIET_SHARE),
+        **extra,
+        **summary(
+            [(name, asdict(record)) for name, record in records],
+            reference=REFERENCE,
+            quiet_share=QUIET_SHARE,
+            plain_bytes=extra.get("plain", {}).get("peak_bytes"),
+        ),
     }
 
 
@@ -268,6 +167,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--systems", default=",".join(SYSTEMS), help=f"some of {', '.join([*SYSTEMS, *OPTIONAL])} (ddp always runs)"
     )
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=6, help="how often every system gets a turn")
     parser.add_argument("--steps", type=int, default=1, help="steps in one turn")
     parser.add_argument("--patience", type=int, default=4, help="rounds to repeat when other processes keep the machine busy")
@@ -283,6 +183,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     unknown = [name for name in chosen.systems if name not in {**SYSTEMS, **OPTIONAL}]
     if unknown:
         parser.error(f"unknown system {unknown[0]!r}; allowed: {', '.join([*SYSTEMS, *OPTIONAL])}")
+    chosen.parts = [name.strip() for name in chosen.parts.split(",") if name.strip()]
+    if unknown := [name for name in chosen.parts if name not in PARTS]:
+        parser.error(f"unknown part {unknown[0]!r}; allowed: {', '.join(PARTS)}")
     if min(chosen.rounds, chosen.steps) < 1:
         parser.error("--rounds and --steps must be at least 1")
     return chosen
@@ -300,12 +203,11 @@ def main(arguments: list[str]) -> int:
     else:
         plan = Plan(
             systems=tuple(dict.fromkeys([REFERENCE, *chosen.systems])),
-            rounds=chosen.rounds,
-            steps=chosen.steps,
-            patience=chosen.patience,
-            wait_seconds=chosen.wait,
+            parts=tuple(chosen.parts),
+            pace=Pace(rounds=chosen.rounds, steps=chosen.steps, patience=chosen.patience, wait_seconds=chosen.wait),
             shape=MODEL_QUICK if chosen.quick else MODEL_98M,
             memory_bytes=int(chosen.memory * GIB),
+            reduce_bytes=REDUCE_BYTES_QUICK if chosen.quick else REDUCE_BYTES,
         )
         result = run(plan, shlex.join(["python", "benchmarks/ranks.py", *arguments]))
         text = json.dumps(result, indent=1) + "\n"
@@ -315,7 +217,7 @@ def main(arguments: list[str]) -> int:
             sys.stdout.write(markdown(result))
         else:
             sys.stdout.write(text)
-    if chosen.plot is not None:
+    if chosen.plot is not None and result["systems"]:
         plot(result, chosen.plot)
     return 0
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchkit.reduce_scatter import markdown as reduce_markdown
 from benchkit.stats import interval, interval_name, quiet_rounds
 
 LABELS = {
@@ -22,13 +23,15 @@ LABELS = {
     "lowtide-1": "lowtide stage 1",
     "lowtide-2": "lowtide stage 2",
     "lowtide-3": "lowtide stage 3",
+    "lowtide-3-shared": "lowtide stage 3, shared memory",
+    "lowtide-3-torch": "lowtide stage 3, gloo",
 }
 # By what is sharded: nothing; optimizer; + gradients; + parameters.
 ORDER = (
     ("alone", "ddp", "lowtide-0"),
     ("zero-redundancy", "deepspeed-1", "lowtide-1"),
     ("deepspeed-2", "lowtide-2"),
-    ("fsdp2", "deepspeed-3", "lowtide-3"),
+    ("fsdp2", "deepspeed-3", "lowtide-3", "lowtide-3-torch", "lowtide-3-shared"),
 )
 SHARDS = ("nothing", "optimizer", "+ gradients", "+ parameters")
 VERSUS = (
@@ -38,6 +41,11 @@ VERSUS = (
     ("lowtide-2", "deepspeed-2"),
     ("lowtide-3", "fsdp2"),
     ("lowtide-3", "deepspeed-3"),
+    ("lowtide-3-torch", "fsdp2"),
+    ("lowtide-3-shared", "ddp"),
+    ("lowtide-3-shared", "fsdp2"),
+    ("lowtide-3-shared", "deepspeed-3"),
+    ("lowtide-3-shared", "lowtide-3-torch"),
 )
 
 Records = Sequence[tuple[str, dict[str, Any]]]
@@ -73,7 +81,7 @@ def _losses(record: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _one(name: str, record: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+def _one(name: str, record: dict[str, Any], reference: dict[str, Any], plain_bytes: int | None) -> dict[str, Any]:
     head = {"system": name, "group": record["group"], "failure": record["failure"]}
     if record["failure"] is not None:
         return head
@@ -85,6 +93,8 @@ def _one(name: str, record: dict[str, Any], reference: dict[str, Any]) -> dict[s
         "cpu_ratio_to_ddp": asdict(interval(_ratios(record["cpu"], reference["cpu"]))),
         "peak_bytes_per_rank": _worst(record, "peak_bytes"),
         "peak_pss_bytes_per_rank": max(record["pss_peak_bytes"]),
+        "together_peak_bytes": record["together_peak_bytes"],
+        "together_over_plain": record["together_peak_bytes"] / plain_bytes if plain_bytes else None,
         "rest_pss_bytes_per_rank": _worst(record, "rest_pss_bytes"),
         "imported_bytes": max(rank["imported_bytes"] for rank in record["facts"]),
         "idle_cpu_seconds_between_turns": max(record["idle_cpu_seconds"]),
@@ -124,15 +134,19 @@ def _versus(systems: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def summary(records: Records, *, reference: str, quiet_share: float) -> dict[str, Any]:
+def summary(records: Records, *, reference: str, quiet_share: float, plain_bytes: int | None) -> dict[str, Any]:
     """One entry per system, in the order of what it shards; DDP's rounds of all groups are joined."""
+    if not any(name == reference for name, _ in records):
+        return {"quiet_share": quiet_share, "systems": [], "comparisons": []}
     numbers = sorted({record["group"] for _, record in records})
     keep = {n: quiet_rounds([r for _, r in records if r["group"] == n], quiet_share) for n in numbers}
     measured = [(name, _kept(record, keep[record["group"]])) for name, record in records]
     bases = {record["group"]: record for name, record in measured if name == reference}
     joined = _join([record for name, record in measured if name == reference])
-    systems = [_one(reference, joined, joined)]
-    systems += [_one(name, record, bases.get(record["group"], joined)) for name, record in measured if name != reference]
+    systems = [_one(reference, joined, joined, plain_bytes)]
+    systems += [
+        _one(name, record, bases.get(record["group"], joined), plain_bytes) for name, record in measured if name != reference
+    ]
     order = [name for row in ORDER for name in row]
     systems.sort(key=lambda s: order.index(s["system"]))
     return {"quiet_share": quiet_share, "systems": systems, "comparisons": _versus(systems)}
@@ -158,26 +172,36 @@ def _join(references: list[dict[str, Any]]) -> dict[str, Any]:
         "idle_cpu_seconds",
         "foreign_cpu_shares",
     )
-    return {**longest, **{key: [item for record in references for item in record[key]] for key in lists}}
+    together = max(record["together_peak_bytes"] for record in references)
+    joined = {key: [item for record in references for item in record[key]] for key in lists}
+    return {**longest, **joined, "together_peak_bytes": together}
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The table, and the sentence that says under which conditions it was measured."""
-    rows = ["| shards | system | step, s | against DDP | peak per rank, GB | losses as DDP's |", "|---|---|---|---|---|---|"]
+    if not result["systems"]:
+        return reduce_markdown(result.get("reduce_scatter"))
+    rows = [
+        "| shards | system | step, s | against DDP | peak per rank, GB | both ranks over a plain process | losses as DDP's |",
+        "|---|---|---|---|---|---|---|",
+    ]
     by_name = {s["system"]: s for s in result["systems"]}
     for shards, names in zip(SHARDS, ORDER, strict=True):
         for s in (by_name[name] for name in names if name in by_name):
             bold = "**" if s["system"].startswith("lowtide") else ""
             head = f"| {shards} | {bold}{LABELS[s['system']]}{bold} |"
             if s["failure"] is not None:
-                rows.append(f"{head} not measured: {_short(s['failure'])} | – | – | – |")
+                rows.append(f"{head} not measured: {_short(s['failure'])} | – | – | – | – |")
                 continue
             ratio = s["ratio_to_ddp"]
             against = "1" if s["system"] == "ddp" else f"{ratio['median']:.2f} × ({ratio['low']:.2f}–{ratio['high']:.2f})"
             same = "–" if s["system"] in ("ddp", "alone") else _losses_word(s)
             peak = s["peak_bytes_per_rank"] / 1e9
-            rows.append(f"{head} {s['step_seconds']['median']:.2f} | {against} | {peak:.2f} | {same} |")
-    return "\n".join([*rows, "", _conditions(result)]) + "\n"
+            over = s.get("together_over_plain")
+            both = f"{over:.2f} ×" if over else "–"
+            rows.append(f"{head} {s['step_seconds']['median']:.2f} | {against} | {peak:.2f} | {both} | {same} |")
+    text = "\n".join([*rows, "", _conditions(result)]) + "\n"
+    return text + reduce_markdown(result.get("reduce_scatter"))
 
 
 def _losses_word(s: dict[str, Any]) -> str:

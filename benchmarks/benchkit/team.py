@@ -22,6 +22,14 @@ class TeamFailed(Exception):
     """A rank raised, died or did not answer; the message is the cause."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs: what its command begins with, and the variables that only it has."""
+
+    command: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What one system is asked to train, and with which interpreter."""
@@ -36,6 +44,8 @@ class Job:
     threads: int = 1
     options: dict[str, Any] = field(default_factory=dict)  # what only this worker's order has
     environment: dict[str, str] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
+    """One per rank, or none: then all run here."""
 
 
 @dataclass
@@ -55,6 +65,7 @@ class Team:
 
     def _start(self, rank: int, folder: Path) -> _Rank:
         job = self.job
+        place = job.places[rank] if job.places else Place()
         order = {
             "system": job.system,
             "rank": rank,
@@ -77,11 +88,12 @@ class Team:
             "MASTER_PORT": "0",
             "DS_ACCELERATOR": "cpu",
             **job.environment,
+            **place.environment,
         }
         log = folder / f"rank{rank}.log"
         with log.open("wb") as stderr:
             process = subprocess.Popen(
-                [job.python, str(job.worker), json.dumps(order)],
+                [*place.command, job.python, str(job.worker), json.dumps(order)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -140,25 +152,40 @@ class Team:
         self.tell(do, **arguments)
         return self.answers()
 
-    def pss_peak_while_answering(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Answers of an order that was told before, and each rank's highest Pss meanwhile, sampled from outside."""
-        return self._peak_while_answering(_pss_bytes)
+    def memory_peak_while_answering(self) -> tuple[list[dict[str, Any]], list[int], int]:
+        """Answers of an order that was told before; meanwhile, sampled from outside: each rank's highest Pss, and the most
+        that all ranks had together at one moment, where a page that several of them map counts once."""
+        pss, together = [0] * self.job.world_size, 0
+
+        def look() -> None:
+            nonlocal together
+            seen = [_Footprint.of(rank.process.pid) for rank in self._ranks]
+            for index, footprint in enumerate(seen):
+                pss[index] = max(pss[index], footprint.pss)
+            # Pages of files (libraries, mostly) are shared with everybody else, too, which makes Pss useless for them.
+            together = max(together, sum(f.own for f in seen) + max(f.files for f in seen))
+
+        return self._look_while_answering(look), pss, together
 
     def private_peak_while_answering(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """The same with anonymous and shared memory, which no kernel counter keeps the peak of."""
-        return self._peak_while_answering(_not_of_files_bytes)
-
-    def _peak_while_answering(self, read: Callable[[int], int]) -> tuple[list[dict[str, Any]], list[int]]:
+        """The same with each rank's anonymous and shared memory, which no kernel counter keeps the peak of."""
         peaks = [0] * self.job.world_size
+
+        def look() -> None:
+            for index, rank in enumerate(self._ranks):
+                peaks[index] = max(peaks[index], _not_of_files_bytes(rank.process.pid))
+
+        return self._look_while_answering(look), peaks
+
+    def _look_while_answering(self, look: Callable[[], None]) -> list[dict[str, Any]]:
         streams = [rank.process.stdout for rank in self._ranks if rank.process.stdout is not None]
         give_up = time.monotonic() + self.job.deadline_seconds
         while len(select.select(streams, [], [], 0)[0]) < len(streams) and time.monotonic() < give_up:
             if any(rank.process.poll() is not None for rank in self._ranks):
                 break
             time.sleep(SAMPLE_SECONDS)
-            for index, rank in enumerate(self._ranks):
-                peaks[index] = max(peaks[index], read(rank.process.pid))
-        return self.answers(), peaks
+            look()
+        return self.answers()
 
     def cpu_seconds(self) -> float:
         return sum(_cpu_seconds(rank.process.pid) for rank in self._ranks)
@@ -173,20 +200,37 @@ class Team:
                     stream.close()
 
 
-def _pss_bytes(pid: int) -> int:
+@dataclass(frozen=True)
+class _Footprint:
+    """The memory of one process, in bytes: by share (Pss), without the pages of files, and those pages."""
+
+    pss: int
+    own: int
+    files: int
+
+    @classmethod
+    def of(cls, pid: int) -> _Footprint:
+        shares, counts = _kilobytes(pid, "smaps_rollup"), _kilobytes(pid, "status")
+        return cls(
+            pss=shares.get("Pss", 0),
+            own=shares.get("Pss_Anon", 0) + shares.get("Pss_Shmem", 0),
+            files=counts.get("RssFile", 0),
+        )
+
+
+def _kilobytes(pid: int, file: str) -> dict[str, int]:
+    """The lines of a file in /proc that end in kB, in bytes. Empty if the process has just ended: `answers` reports why."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:
-            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), 0)
+        with open(f"/proc/{pid}/{file}") as lines:
+            fields = (line.split() for line in lines if line.rstrip().endswith(" kB"))
+            return {words[0].rstrip(":"): int(words[1]) * 1024 for words in fields}
     except OSError:
-        return 0  # the process has just ended: `answers` reports why
+        return {}
 
 
 def _not_of_files_bytes(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(("RssAnon:", "RssShmem:")))
-    except OSError:
-        return 0
+    counts = _kilobytes(pid, "status")
+    return counts.get("RssAnon", 0) + counts.get("RssShmem", 0)
 
 
 def _cpu_seconds(pid: int) -> float:

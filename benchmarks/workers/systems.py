@@ -6,6 +6,7 @@ its own defaults, except where a comment says why.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -54,9 +55,22 @@ def zero_redundancy(model: nn.Module, batch_size: int) -> Step:
 
 def fsdp2(model: nn.Module, batch_size: int) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
+
+    return _fully_sharded(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def fsdp2_hybrid(model: nn.Module, batch_size: int) -> Step:
+    """Sharded inside a host, copied between hosts: each host holds everything, and only gradients cross the network."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    local = int(os.environ["LOCAL_SIZE"])
+    shape = (dist.get_world_size() // local, local)
+    return _fully_sharded(model, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+
+
+def _fully_sharded(model: nn.Module, mesh: Any) -> Step:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -87,11 +101,13 @@ def deepspeed(stage: int) -> Callable[[nn.Module, int], Step]:
     return build
 
 
-def lowtide(stage: int) -> Callable[[nn.Module, int], Step]:
+def lowtide(stage: int, **talk: Any) -> Callable[[nn.Module, int], Step]:
+    """``talk`` is what ``Comm`` is given, if anything."""
+
     def build(model: nn.Module, batch_size: int) -> Step:
         import lowtide as lt
 
-        sharded, optimizer = lt.shard(model, _adamw(model), stage=stage)
+        sharded, optimizer = lt.shard(model, _adamw(model), stage=stage, comm=lt.Comm(**talk) if talk else None)
         return _plain_loop(sharded, optimizer)
 
     return build
@@ -99,9 +115,14 @@ def lowtide(stage: int) -> Callable[[nn.Module, int], Step]:
 
 BUILDERS: dict[str, Callable[[nn.Module, int], Step]] = {
     "alone": alone,
+    "plain": alone,
     "ddp": ddp,
     "zero-redundancy": zero_redundancy,
     "fsdp2": fsdp2,
+    "fsdp2-hybrid": fsdp2_hybrid,
     **{f"deepspeed-{stage}": deepspeed(stage) for stage in (1, 2, 3)},
     **{f"lowtide-{stage}": lowtide(stage) for stage in (0, 1, 2, 3)},
+    "lowtide-3-shared": lowtide(3, transport="shared"),
+    "lowtide-3-torch": lowtide(3, transport="torch"),
+    "lowtide-3-bf16": lowtide(3, codec="bf16"),
 }
