@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from lowtide.job.memory import (
     reset_peak,
     shareable_pages,
 )
+from lowtide.runtime.budget import give_back
 
 MIB = 1 << 20
 
@@ -67,6 +69,8 @@ def test_a_report_survives_its_journey() -> None:
 
 
 def test_the_peak_remembers_what_is_gone_until_it_is_reset() -> None:
+    gc.collect()
+    give_back()  # what earlier tests left must not go, or be used again, in between
     reset_peak()
     before = peak_bytes()
     block = torch.ones(64 * MIB, dtype=torch.uint8)
