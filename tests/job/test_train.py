@@ -33,7 +33,7 @@ KEYS = [
     *("params", "stage", "ranks", "seconds", "losses", "peak_bytes", "peak_bytes_per_rank", "counted_bytes"),
     *("budget_bytes", "disk_read_bytes", "disk_written_bytes", "disk_wait_seconds", "activations", "update"),
     *("batch", "predicted_seconds", "predicted_peak_bytes"),
-    *("skipped", "stopped_by", "resumed_from", "checkpoints", "saves_seconds", "events"),
+    *("skipped", "stopped_by", "resumed_from", "checkpoints", "saves_seconds", "events", "straggler"),
 ]
 
 
