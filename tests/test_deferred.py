@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import logging
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import ArgumentError, DoesNotFit
+from tests.kit.cgroup import memory_group
 from tests.kit.dist import run_ranks
 from tests.kit.parity import assert_bitwise
 from tests.kit.tools import missing
@@ -425,31 +425,10 @@ def test_the_resident_set_stays_low(tmp_path: Path) -> None:
     assert grown["deferred"] < 150, f"{grown['deferred']} MiB"
 
 
-@contextlib.contextmanager
-def memory_limit(limit: int) -> Iterator[str]:
-    """A control group of this size, version 1 or 2."""
-    root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-    if not root.is_dir():
-        root, name = Path("/sys/fs/cgroup"), "memory.max"
-    group = root / f"lowtide-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        missing("a memory cgroup", f"{root} does not let us make one: {error.strerror}")
-    try:
-        if not (group / name).exists():
-            missing("a memory cgroup", f"{root} has no memory controller for its children")
-        (group / name).write_text(str(limit))
-        yield str(group)
-    finally:
-        with contextlib.suppress(OSError):
-            (group / "memory.force_empty").write_text("0")
-        group.rmdir()
-
-
 def test_a_model_larger_than_the_memory_limit_is_built(tmp_path: Path) -> None:
     """Pages that wait to be written count, and the kernel writes them out in time."""
-    with memory_limit(400 << 20) as group:
+    with memory_group(400 << 20) as folder:
+        group = str(folder)
         done = build("deferred", tmp_path, group)
         assert done.returncode == 0, done.stderr[-2000:]
         assert build("plain", tmp_path, group).returncode == -9, "the limit is real"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -52,6 +53,40 @@ class Layers(nn.Sequential):
 
 
 ORDERS = ((0, 1, 2, 3), (3, 1, 1, 0))
+
+
+class LookedAtTwice(nn.Module):
+    """Backward needs ``body`` once more after its gradient is there; ``wait`` stands still just before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.first, self.body = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor, wait: float) -> Tensor:
+        x = self.front(x)
+        x.register_hook(lambda _: time.sleep(0.1))  # until the reduction of ``body`` is done, where nobody waits
+        early = torch.nn.functional.linear(self.first(x), self.body.weight.detach())
+        early.register_hook(lambda _: time.sleep(wait))
+        return self.body(early)
+
+
+def slow_reader(rank: int, world: int, transport: str) -> list[float]:
+    torch.manual_seed(0)
+    model: nn.Module = LookedAtTwice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options: Any = {"stage": 3, "units": nn.Linear, "comm": COMM[transport], "update": "backward"}
+    model, optimizer = lowtide.shard(model, optimizer, **options)
+    losses: list[float] = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 64), 0.5 * rank).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_an_update_in_backward_waits_for_readers_on_other_ranks() -> None:
+    assert run_ranks(2, slow_reader, "shared") == run_ranks(2, slow_reader, "torch")
 
 
 def _net() -> nn.Module:
