@@ -3,17 +3,21 @@
     python benchmarks/recording.py --out benchmarks/results/recording.json
     python benchmarks/recording.py --quick                    one small model, few steps: does the script work here?
 
-Two copies of a model are in one process, one sharded with ``run=``, one without. They take steps in turns, and who goes first
-changes every time, so that whatever else the machine does hits both. The cost is the median of the ratios of neighbours, in
-seconds on the wall and in seconds of processor time, which a busy machine disturbs less; beside it stands what the recorder
-itself has counted, and how many bytes it wrote.
+Three copies of a model are in one process: one sharded with ``run=``, built between two without. They take steps in turns, in
+every order equally often, so that whatever else the machine does hits all. The cost is the median over rounds of the recorded
+step over the mean of the other two, in seconds on the wall and in seconds of processor time, which a busy machine disturbs
+less. The control is one unrecorded copy over the other: what this method sees where there is nothing to see. Beside them stands
+what the recorder itself has counted, and how many bytes it wrote.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -46,49 +50,56 @@ def step(model: Any, optimizer: Any, tokens: torch.Tensor) -> tuple[float, float
     return time.perf_counter() - start, time.process_time() - cpu
 
 
-def measure(preset: str, *, pairs: int, batch: int, stage: int) -> dict[str, Any]:
+def measure(preset: str, *, rounds: int, batch: int, stage: int) -> dict[str, Any]:
     """Neighbouring steps with and without recording."""
     shape = PRESETS[preset]
     tokens = torch.randint(shape.tokens, (batch, shape.context))
+    taken: dict[str, list[tuple[float, float]]] = {"plain": [], "recorded": [], "control": []}
     with tempfile.TemporaryDirectory() as folder:
-        recorded, plain = build(shape, folder, stage), build(shape, None, stage)
+        copies = {name: build(shape, folder if name == "recorded" else None, stage) for name in taken}
         for _ in range(WARM_UP):
-            step(*recorded, tokens)
-            step(*plain, tokens)
-        recorder = engine_of(recorded[0]).recorder
+            for pair in copies.values():
+                step(*pair, tokens)
+        recorder = engine_of(copies["recorded"][0]).recorder
         assert recorder is not None
         spent = recorder._watch.spent  # type: ignore[attr-defined]
-        on: list[tuple[float, float]] = []
-        off: list[tuple[float, float]] = []
-        for number in range(pairs):
-            order = ((recorded, on), (plain, off)) if number % 2 else ((plain, off), (recorded, on))
-            for pair, seconds in order:
-                seconds.append(step(*pair, tokens))
+        orders = itertools.cycle(itertools.permutations(copies))
+        for _ in range(rounds):
+            for name in next(orders):
+                taken[name].append(step(*copies[name], tokens))
         counted = recorder._watch.spent - spent  # type: ignore[attr-defined]
         recorder.end("done")
         written = sum(path.stat().st_size for path in Path(folder).rglob("*.jsonl"))
-    wall, processor = (sorted(a[k] / b[k] - 1 for a, b in zip(on, off, strict=True)) for k in (0, 1))
     return {
         "preset": preset,
         "stage": stage,
         "batch": batch,
-        "pairs": pairs,
+        "rounds": rounds,
         "threads": torch.get_num_threads(),
-        "seconds_recorded": statistics.median(seconds for seconds, _ in on),
-        "seconds_plain": statistics.median(seconds for seconds, _ in off),
-        "cost": statistics.median(wall),
-        "cost_quartiles": [wall[len(wall) // 4], wall[-1 - len(wall) // 4]],
-        "processor_cost": statistics.median(processor),
-        "processor_cost_quartiles": [processor[len(processor) // 4], processor[-1 - len(processor) // 4]],
-        "cost_counted_by_the_recorder": counted / sum(cpu for _, cpu in on),
-        "bytes_per_step": written / (pairs + WARM_UP),
+        "seconds": {name: statistics.median(wall for wall, _ in steps) for name, steps in taken.items()},
+        **_costs(taken, "", 0),
+        **_costs(taken, "processor_", 1),
+        "cost_counted_by_the_recorder": counted / sum(cpu for _, cpu in taken["recorded"]),
+        "bytes_per_step": written / (rounds + WARM_UP),
     }
+
+
+def _costs(taken: dict[str, list[tuple[float, float]]], prefix: str, clock: int) -> dict[str, Any]:
+    """What recording adds, and what the control sees: medians and quartiles over the rounds."""
+    plain, recorded, control = ([seconds[clock] for seconds in steps] for steps in taken.values())
+    cost = sorted(r / ((p + c) / 2) - 1 for p, r, c in zip(plain, recorded, control, strict=True))
+    nothing = sorted(c / p - 1 for p, c in zip(plain, control, strict=True))
+    out: dict[str, Any] = {}
+    for name, ratios in (("cost", cost), ("control", nothing)):
+        out[prefix + name] = statistics.median(ratios)
+        out[f"{prefix}{name}_quartiles"] = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]
+    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=60, help="a third of them for gpt-98m")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--threads", type=int, help="of torch")
     parser.add_argument("--only", help="one model: gpt-17m or gpt-98m")
@@ -97,11 +108,15 @@ def main() -> None:
     cases = [("gpt-17m", 0), ("gpt-17m", 3), ("gpt-98m", 0), ("gpt-98m", 3)]
     cases = [case for case in cases if options.only in (None, case[0])]
     if options.quick:
-        cases, options.pairs = cases[:1], 4
+        cases, options.rounds = cases[:1], 6
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    rows = [measure(p, pairs=options.pairs // (3 if "98m" in p else 1), batch=options.batch, stage=stage) for p, stage in cases]
-    result = {"machine": machine.facts(), "cases": rows}
+    rows = [
+        measure(preset, rounds=options.rounds // (3 if preset == "gpt-98m" else 1), batch=options.batch, stage=stage)
+        for preset, stage in cases
+    ]
+    command = f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip()
+    result = {"benchmark": "recording", "command": command, "machine": machine.facts(), "cases": rows}
     text = json.dumps(result, indent=2)
     print(text)
     if options.out is not None:

@@ -192,11 +192,13 @@ class Working:
 
 
 def working_of(
-    units: Sequence[UnitBytes], model: ModelSpec, *, slots: int, chunk_bytes: int, kinds: KindBytes, world_size: int
+    units: Sequence[UnitBytes], model: ModelSpec, share: Share, *, slots: int, chunk_bytes: int, kinds: KindBytes
 ) -> Working:
     """For ``slots`` whole units and chunks of ``chunk_bytes`` of parameters."""
-    largest = max((u.whole for u in units), default=0)
-    reduction = 2 * max((u.reduction for u in units), default=0) if world_size > 1 else 0
+    largest, world_size = max((u.whole for u in units), default=0), share.world_size
+    # To send from and to receive in; where ranks share memory, one window serves for both.
+    reductions = 0 if world_size == 1 else 1 if share.shares_memory else 2
+    reduction = reductions * max((u.reduction for u in units), default=0)
     chunk = chunk_bytes * kinds.total // kinds.parameters
     largest_update = max((u.optimizer + u.gradients for u in units), default=0)
     buffers = min(largest_update + 2 * chunk, 8 * chunk) if slots else 0

@@ -231,6 +231,9 @@ class Setting:
     least one)."""
     in_backward: bool = False
     """``update="backward"``: no gradient outlives its unit."""
+    gradients_stay: bool = True
+    """Whether gradients keep their room from step to step, as they do beside a disk. Else a forward has it, if the caller has
+    set gradients to None, as in PyTorch."""
     chunk_buffers: int = 0
     """Bytes of the arena through which the update streams what is not in memory (``Placement.buffer_bytes``)."""
     spill_buffers: int = 0
@@ -248,7 +251,7 @@ PHASES = ("rest", "forward", "backward", "reduce", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseBytes:
-    """One tier in one phase, after the first step: arenas and gradients keep the room that they have taken once."""
+    """One tier in one phase, after the first step: arenas keep the room that they have taken once."""
 
     phase: str
     """``rest`` between steps, ``forward``, ``backward`` and ``reduce`` of a unit, ``update``."""
@@ -281,11 +284,12 @@ def phase_table(units: Sequence[UnitBytes], homes: Sequence[Home], setting: Sett
     fixed = _fixed(units, homes, setting)
     compute = "device" if setting.apart else "host"
     rows = list(fixed.values())
+    in_forward = fixed if setting.gradients_stay else {tier: replace(row, gradients=0) for tier, row in fixed.items()}
     saved = [_Saved()]  # before each unit, and after the last
     for unit, home in zip(units, homes, strict=True):
         saved.append(saved[-1].plus(unit, home.activations, apart=setting.apart))
         held = saved[-1].memory + unit.transient + min(setting.spill_buffers, saved[-1].away)
-        rows += _rows("forward", unit, fixed, saved[-1], {compute: held + setting.outside_activations})
+        rows += _rows("forward", unit, in_forward, saved[-1], {compute: held + setting.outside_activations})
     for i in reversed(range(len(units))):
         unit, policy = units[i], _policy(homes[i].activations, apart=setting.apart)
         coming_back = min(setting.spill_buffers, saved[i + 1].away)

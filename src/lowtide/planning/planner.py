@@ -113,9 +113,10 @@ def _candidate(
     chunk_bytes: int,
 ) -> Candidate:
     streamed = slots > 0 or disk is not None
-    slots = slots if slots or not (stage.parameters and share.world_size > 1) else 3
+    if not slots and stage.parameters and share.world_size > 1 and not share.shares_memory:
+        slots = _SLOTS[0]  # to gather units into; ranks that share memory read them where they live
     sizes = [unit_from_facts(u, stage, share.world_size, kinds) for u in model.units]
-    working = working_of(sizes, model, slots=slots, chunk_bytes=chunk_bytes, kinds=kinds, world_size=share.world_size)
+    working = working_of(sizes, model, share, slots=slots, chunk_bytes=chunk_bytes, kinds=kinds)
     capacity = _capacity(share, request, disk if streamed else None)
     fixed = _fixed_bytes(share, working, capacity, streamed=streamed)
     allowed = _POLICIES if request.activations == "auto" else (request.activations,)

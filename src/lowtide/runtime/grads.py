@@ -44,7 +44,7 @@ class GradRecord:
         self.param: nn.Parameter = unit.params[index]
         self.local: Tensor | None = None  # whole, this rank's own, waiting to be reduced
         self.set_aside: Tensor | None = None  # what param.grad showed before autograd began to accumulate
-        self.store: Tensor | None = None  # reduced; 1-D; kept for the next step once allocated
+        self.store: Tensor | None = None  # reduced; 1-D; until a forward finds that ``param.grad`` is None
         self.shown: Tensor | None = None  # what param.grad shows when ``store`` is valid
         self.hooked = False
         self.unreduced = False  # ``param.grad`` came from a backward inside no_sync
@@ -199,6 +199,13 @@ class Grads:
                     f"Run the last micro-batch's backward outside no_sync()."
                 )
 
+    def give_back(self) -> None:
+        """A forward begins: gradients that the caller has set to None since leave their room to activations, as in PyTorch."""
+        for record in self.by_param.values():
+            if record.store is not None and record.param.grad is None:
+                self._ledger.remove("gradients", record.store.nbytes)
+                record.store = record.shown = None
+
     # -- for ranks without a batch of their own -----------------------------------------------------------------------
 
     def submit_rest(self) -> None:
@@ -257,6 +264,7 @@ class Grads:
         locals_: list[Tensor | None] = [r.local for r in records]
         for record in records:
             record.local = None
+        self._make_room(unit, present)
         note = bytes(sum(b << i for i, b in enumerate(present[k : k + 8])) for k in range(0, len(present), 8))
         self._trace("reduce", unit.name)
         label = Label("reduce", unit.index, unit.name)
@@ -335,6 +343,15 @@ class Grads:
             else:
                 record.shown = record.store.as_strided(param.shape, param.stride)
         return record.store
+
+    def _make_room(self, unit: Unit, present: list[bool]) -> None:
+        """Take the room for reduced gradients here and not on the thread that reduces: the C library's allocator would give
+        that thread a heap of its own, and what is freed there is of no use to activations (187 MB of 1.3 GB: measured)."""
+        if self._in_backward or unit in self.shelves:
+            return
+        for index, here in enumerate(present):
+            if here:
+                self._store(unit, index)
 
     def _show_shelved(self, unit: Unit, index: int) -> None:
         record = self.records[unit][index]

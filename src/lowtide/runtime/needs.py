@@ -87,12 +87,12 @@ def _movable(config: Config) -> frozenset[Kind]:
 
 def _way(config: Config, ranks: int) -> Way:
     """When units are updated, see runtime/due.py and runtime/backward_update.py."""
-    alone = ranks == 1
+    alone, disk = ranks == 1, bool(config.disk)
+    way = Way(slots_in_update=alone, chunk_bytes=config.update.chunk_bytes, gradients_stay=disk)
     if config.update.in_backward:
-        return Way(update_in=Phase.BACKWARD, slots_in_update=alone, chunk_bytes=config.update.chunk_bytes)
-    put_off = alone and bool(config.disk) and config.device_memory_bytes is None
-    phase = Phase.FORWARD if put_off else Phase.UPDATE
-    return Way(update_in=phase, slots_in_update=put_off, chunk_bytes=config.update.chunk_bytes)
+        return replace(way, update_in=Phase.BACKWARD)
+    put_off = alone and disk and config.device_memory_bytes is None
+    return replace(way, update_in=Phase.FORWARD if put_off else Phase.UPDATE, slots_in_update=put_off)
 
 
 def bytes_of_their_own(units: Sequence[Unit]) -> int:
