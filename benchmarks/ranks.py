@@ -47,6 +47,7 @@ SYSTEMS = {
     "lowtide-1": 18,
     "fsdp2": 24,
     "lowtide-3-shared": 16,
+    "lowtide-3-memory": 14,
     "lowtide-3-torch": 16,
     "lowtide-0": 22,
     "deepspeed-1": 26,

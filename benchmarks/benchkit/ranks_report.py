@@ -24,6 +24,7 @@ LABELS = {
     "lowtide-2": "lowtide stage 2",
     "lowtide-3": "lowtide stage 3",
     "lowtide-3-shared": "lowtide stage 3, shared memory",
+    "lowtide-3-memory": 'lowtide stage 3, `memory="2.4GiB"`',
     "lowtide-3-torch": "lowtide stage 3, gloo",
 }
 # By what is sharded: nothing; optimizer; + gradients; + parameters.
@@ -31,7 +32,7 @@ ORDER = (
     ("alone", "ddp", "lowtide-0"),
     ("zero-redundancy", "deepspeed-1", "lowtide-1"),
     ("deepspeed-2", "lowtide-2"),
-    ("fsdp2", "deepspeed-3", "lowtide-3", "lowtide-3-torch", "lowtide-3-shared"),
+    ("fsdp2", "deepspeed-3", "lowtide-3", "lowtide-3-torch", "lowtide-3-shared", "lowtide-3-memory"),
 )
 SHARDS = ("nothing", "optimizer", "+ gradients", "+ parameters")
 VERSUS = (
@@ -43,6 +44,7 @@ VERSUS = (
     ("lowtide-3", "deepspeed-3"),
     ("lowtide-3-torch", "fsdp2"),
     ("lowtide-3-shared", "ddp"),
+    ("lowtide-3-memory", "ddp"),
     ("lowtide-3-shared", "fsdp2"),
     ("lowtide-3-shared", "deepspeed-3"),
     ("lowtide-3-shared", "lowtide-3-torch"),
@@ -276,7 +278,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         for axis, end, text in ((left, max(ratio["high"], ratio["median"]), times), (right, peak, f"{peak:.2f} GB")):
             axis.annotate(text, (end, row), xytext=(7, 0), textcoords="offset points", va="center", fontsize=9)
     left.axvline(1.0, color="#222", linewidth=0.9, linestyle="--")
-    left.set_yticks(range(len(systems)), [LABELS[s["system"]] for s in systems])
+    left.set_yticks(range(len(systems)), [LABELS[s["system"]].replace("`", "") for s in systems])
     left.set_xlabel(f"step time, DDP in the same round = 1 (line: {_interval_name(result)})")
     right.set_xlabel("peak resident memory of one rank, GB")
     for axis in (left, right):

@@ -101,13 +101,14 @@ def deepspeed(stage: int) -> Callable[[nn.Module, int], Step]:
     return build
 
 
-def lowtide(stage: int, **talk: Any) -> Callable[[nn.Module, int], Step]:
-    """``talk`` is what ``Comm`` is given, if anything."""
+def lowtide(stage: int, *, memory: str | None = None, **talk: Any) -> Callable[[nn.Module, int], Step]:
+    """``memory``: for all ranks together; ``talk`` is what ``Comm`` is given, if anything."""
 
     def build(model: nn.Module, batch_size: int) -> Step:
         import lowtide as lt
 
-        sharded, optimizer = lt.shard(model, _adamw(model), stage=stage, comm=lt.Comm(**talk) if talk else None)
+        comm = lt.Comm(**talk) if talk else None
+        sharded, optimizer = lt.shard(model, _adamw(model), stage=stage, memory=memory, comm=comm)
         return _plain_loop(sharded, optimizer)
 
     return build
@@ -123,6 +124,7 @@ BUILDERS: dict[str, Callable[[nn.Module, int], Step]] = {
     **{f"deepspeed-{stage}": deepspeed(stage) for stage in (1, 2, 3)},
     **{f"lowtide-{stage}": lowtide(stage) for stage in (0, 1, 2, 3)},
     "lowtide-3-shared": lowtide(3, transport="shared"),
+    "lowtide-3-memory": lowtide(3, memory="2.4GiB"),
     "lowtide-3-torch": lowtide(3, transport="torch"),
     "lowtide-3-bf16": lowtide(3, codec="bf16"),
 }

@@ -29,6 +29,7 @@ from lowtide.runtime import module as sharded_module
 from lowtide.runtime import optimizer as sharded_optimizer
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.evicted import owner_of
+from lowtide.runtime.grads import refuse_unreduced
 from lowtide.runtime.module import ShardedModule
 from lowtide.runtime.probe import large_states
 from lowtide.runtime.unit import contiguous_stride, dense_stride, flat_view
@@ -208,7 +209,7 @@ def clip_grad_norm_(
     engine, params = _engine_and_params(model)
     if engine is not None:
         _refuse_used_up(engine)
-        engine.grads.refuse_unreduced()
+        refuse_unreduced(engine.grads.by_param.values())
         return clipping.clip_norm(engine, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
     pieces = [
         norm.GradPiece(k, 0, p.numel(), flat_view(p.grad, dense_stride(p))) for k, p in enumerate(params) if p.grad is not None

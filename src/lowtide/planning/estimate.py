@@ -121,6 +121,7 @@ def rates_of(share: Share, disk: Disk | None) -> Rates:
         disk_busy=rates.disk_busy * busy,
         link=1 / link.bandwidth if link is not None else None,
         network_busy=busy,
+        fresh=0.0 if disk is None or share.separate else share.hardware.compute.fault_seconds * share.cores_shared_by,
     )
 
 

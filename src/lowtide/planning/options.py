@@ -116,6 +116,9 @@ class Rates:
     link: float | None = None
     """``None``: the device is the host, nothing is copied."""
     network_busy: float = 0.0
+    fresh: float = 0.0
+    """Of the processor, per byte of saved activations, where a memory number is filled: what a step has freed is given back to
+    the system, and has to be zeroed when the next one takes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +233,8 @@ def _optimizer_loads(unit: UnitNeeds, tier: Tier, rates: Rates, way: Way) -> Ite
 def _activation_option(unit: UnitNeeds, policy: str, rates: Rates, tiers: tuple[Tier, ...]) -> Option:
     near = Tier.DEVICE if Tier.DEVICE in tiers else Tier.HOST
     if policy == "keep":
-        return Option(Kind.ACTIVATIONS, policy, near, unit.activations, Lasting.FROM_FORWARD)
+        fresh = Load(Phase.FORWARD, Resource.COMPUTE, unit.activations * rates.fresh)
+        return Option(Kind.ACTIVATIONS, policy, near, unit.activations, Lasting.FROM_FORWARD, (fresh,) if rates.fresh else ())
     if policy == "recompute":
         loads = (Load(Phase.BACKWARD, Resource.COMPUTE, unit.forward_seconds),)  # the gather of backward serves both
         again = max(unit.activations - unit.inputs, 0)

@@ -177,7 +177,7 @@ class Assembly:
             self.buffers.send()
         if self.activations.handled:
             self.activations.install(self.model, self.units, verbs)
-        self.budget.new_step()
+        self.budget.new_step(tidy=True)
 
     def _budget_of_this_rank(self) -> int | None:
         """The job's number, divided between its ranks on this host. With a disk and no number: what the machine leaves."""

@@ -20,6 +20,7 @@ from lowtide.config import Config
 from lowtide.runtime.announcer import Announcer, Verb
 from lowtide.runtime.assembly import Assembly
 from lowtide.runtime.backward_update import BackwardUpdate
+from lowtide.runtime.grads import refuse_unreduced
 from lowtide.runtime.inputs import prepare_inputs
 from lowtide.runtime.outputs import tensors_in
 from lowtide.runtime.prefetch import Successors
@@ -259,7 +260,7 @@ class Engine(Assembly):
         self.trace("step", "")
         self.settle()
         self._reset_after_failure()
-        self.grads.refuse_unreduced()
+        refuse_unreduced(self.grads.by_param.values())
         if (unit := self.residency.pinned()) is not None:
             raise errors.Refused(
                 f"optimizer.step() inside gathered() or a forward pass that uses unit {unit.name!r}; leave it first."
@@ -279,6 +280,7 @@ class Engine(Assembly):
     def _update(self, optimizer: Optimizer) -> None:
         updated = self.due.begin(optimizer) if self.placer.steady else None
         if updated is None:
+            self.placer.before_update()
             updated = self.update.run(optimizer)
         if self.config.stage.optimizer:
             _publish(self)

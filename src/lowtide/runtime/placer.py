@@ -154,6 +154,10 @@ class Placer:
             self._changed = f"the caller allows {_mib(limit)} instead of {_mib(self._needs.budget)}"
         self._asked = limit
 
+    def before_update(self) -> None:
+        """All units are about to be updated, through buffers that may not be there yet."""
+        self._budget.make_room(self._unused_room())
+
     def after_step(self, saved: SavedViews, shelves: Shelves) -> None:
         """Learn from the step, and move what should live elsewhere."""
         forward, backward = self.clock.forward, self.clock.backward
@@ -170,7 +174,7 @@ class Placer:
         if why is not None:
             self._place_anew(self._needs, why, peak, shelves)
         self._to_learn = max(0, self._to_learn - 1)
-        self._budget.new_step()
+        self._budget.new_step(tidy=not self.steady)
 
     def apply_now(self, shelves: Shelves) -> None:
         """Between two steps: make the placement anew if the caller has set another number."""
@@ -179,7 +183,7 @@ class Placer:
         why, self._changed = self._changed, None
         peak = max(self.forecast.peak_bytes, self._budget.read())
         self._place_anew(self._limited(self._needs, self._asked or self._needs.budget), why, peak, shelves)
-        self._budget.new_step()
+        self._budget.new_step(tidy=True)
 
     def _learn(self, needs: Needs, peak: int, forward: Mapping[Unit, float], backward: float) -> int:
         """Remember the largest of every measurement over all ranks, so that all decide alike. Returns the peak."""
@@ -217,8 +221,7 @@ class Placer:
         self._budget.limit = limit
         slot_bytes, buffer_bytes = arenas(needs, self._base)
         self._use(replace(self.placement, slot_bytes=slot_bytes, buffer_bytes=buffer_bytes))
-        self._memory.slots.trim()
-        self._memory.buffers.trim()
+        self._trim_arenas()
         self._to_learn = _LEARNING_STEPS
         return needs
 
@@ -232,10 +235,10 @@ class Placer:
         changed = sum(old != new for old, new in zip(self.placement.units, placement.units, strict=True))
         if why:
             _log.info("%s: %d of %d units are placed anew", why, changed, len(self._units))
+        self._trim_arenas()  # what the old placement needed of them, this one may not, and bytes that move need room
         self._move_to(placement, shelves)
         self.why = why
-        self._memory.slots.trim()  # what the old placement needed of them, this one may not
-        self._memory.buffers.trim()
+        self._trim_arenas()
 
     def _as_rank_0(self, placement: Placement) -> Placement:
         """All ranks use one placement, also if a search that was stopped found different ones."""
@@ -262,6 +265,10 @@ class Placer:
         arenas = (self._memory.slots, self._memory.buffers)
         return sum(max(0, a.capacity - a.reserved_bytes) for a in arenas if a.capacity is not None)
 
+    def _trim_arenas(self) -> None:
+        self._memory.slots.trim()
+        self._memory.buffers.trim()
+
     def _fit_buffers(self, needs: Needs) -> None:
         """Two steps have shown how many buffers the update uses: what it leaves is better used for bytes that stay."""
         now, used = self.placement.buffer_bytes, self._memory.buffers.reserved_bytes
@@ -270,6 +277,7 @@ class Placer:
 
     def _move_to(self, placement: Placement, shelves: Shelves) -> None:
         """Move shelf by shelf, and note each move when it is done: an error leaves a table that is true."""
+        self._budget.make_room(self._coming(placement))
         # What leaves memory goes first, so that there is room for what comes.
         for target in (Tier.DISK, Tier.HOST):
             store = self._store if target is Tier.DISK else None
@@ -281,6 +289,14 @@ class Placer:
                         self._note(unit, kind, target)
             self._memory.homes.trim()
         self.placement = placement
+
+    def _coming(self, placement: Placement) -> int:
+        """Bytes that another placement has in memory and the one in force has not."""
+        total, needs = 0, self._needs.units if self._needs is not None else ()
+        for unit, now, new in zip(needs, self.placement.units, placement.units, strict=False):
+            kinds = (k for k in ("parameters", "gradients", "optimizer") if getattr(new, k) is Tier.HOST is not getattr(now, k))
+            total += sum(getattr(unit, kind) for kind in kinds)
+        return total
 
     def _note(self, unit: Unit, kind: str, tier: Tier) -> None:
         units = list(self.placement.units)
