@@ -15,6 +15,7 @@ from torch import nn
 import lowtide
 from lowtide.api import engine_of
 from lowtide.errors import DoesNotFit
+from lowtide.runtime.budget import Budget
 from tests.kit import out_of_core  # without a memory number, everything goes to disk
 from tests.kit.tools import missing
 
@@ -25,7 +26,8 @@ JOB = """
 import json, os, sys, torch, lowtide
 from lowtide.job.gpt import GPT
 from lowtide.job.presets import Shape
-group, memory, disk, update, growing = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
+group, disk, update, activations = sys.argv[1:5]
+memory, first_batch, growing = map(int, sys.argv[5:])
 with open(group + "/cgroup.procs", "w") as file:
     file.write(str(os.getpid()))
 torch.set_num_threads(2)
@@ -33,10 +35,10 @@ torch.manual_seed(0)
 with lowtide.deferred(disk=disk):
     model = GPT(Shape(layers=8, width=512, heads=8, tokens=4096, context=128))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-model, optimizer = lowtide.shard(model, optimizer, memory=memory, disk=disk, update=update)
+model, optimizer = lowtide.shard(model, optimizer, memory=memory, disk=disk, update=update, activations=activations)
 losses, reads = [], []
 for step in range(6):
-    batch = 2 + growing * step
+    batch = first_batch + growing * step
     torch.manual_seed(step)
     tokens = torch.randint(0, 4096, (batch, 128))
     loss = model(tokens, tokens)
@@ -63,10 +65,13 @@ def group(tmp_path: Path) -> Path:
     path.rmdir()
 
 
-def run(group: Path, memory: int, disk: Path, update: str, growing: int = 0) -> dict[str, object]:
+def run(
+    group: Path, memory: int, disk: Path, update: str, *, activations: str = "auto", batch: int = 2, growing: int = 0
+) -> dict[str, object]:
     name = "memory.limit_in_bytes" if (group / "memory.limit_in_bytes").exists() else "memory.max"
     (group / name).write_text(str(memory))
-    command = [sys.executable, "-c", JOB, str(group), str(memory), str(disk), update, str(growing)]
+    numbers = [str(number) for number in (memory, batch, growing)]
+    command = [sys.executable, "-c", JOB, str(group), str(disk), update, activations, *numbers]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, f"exit {done.returncode} (-9: killed for memory): {done.stderr[-2000:]}"
     return json.loads(done.stdout.splitlines()[-1])
@@ -79,6 +84,11 @@ def test_a_control_group_of_the_number_s_size(group: Path, tmp_path: Path, updat
     large = run(group, 1200 * MIB, tmp_path, update)
     assert small["losses"] == large["losses"], "the number changed the numbers"
     assert large["read"] < small["read"], "more memory means less traffic"  # type: ignore[operator]
+
+
+def test_what_backward_has_freed_leaves_room_for_the_update(group: Path, tmp_path: Path) -> None:
+    """The allocator keeps what backward has freed, here about 300 MB of activations; the update then takes its buffers."""
+    run(group, 850 * MIB, tmp_path, "step", activations="keep", batch=10)
 
 
 def test_batches_that_grow_are_not_killed(group: Path, tmp_path: Path) -> None:
@@ -107,3 +117,30 @@ def test_a_forward_pass_writes_nothing(tmp_path: Path) -> None:
     after = engine.usage()
     assert after.disk_read_bytes > before.disk_read_bytes
     assert after.disk_written_bytes == before.disk_written_bytes
+
+
+def test_the_heap_is_given_back_when_it_is_asked_for_or_near_the_number() -> None:
+    """Memory that is given back costs a page fault for every page that is taken again, so a step with room keeps it."""
+    budget = Budget(1 << 40)
+    budget.new_step(tidy=True)
+    start = budget.read()
+
+    def leave_freed() -> None:
+        below = [torch.ones(128 << 10) for _ in range(256)]
+        above = torch.ones(1 << 10)  # lies above them, or the heap would shrink by itself
+        del below
+        kept.append(above)
+
+    kept: list[torch.Tensor] = []
+    leave_freed()
+    freed = budget.read() - start
+    assert freed > 100 * MIB, "the allocator keeps what was freed"
+    budget.new_step(tidy=False)
+    assert budget.read() - start > freed // 2, "there is room: it stays"
+    budget.make_room(1 << 20)
+    assert budget.read() - start > freed // 2, "and for what comes"
+    budget.make_room(1 << 40)
+    assert budget.read() - start < freed // 2, "what comes needs it"
+    leave_freed()
+    budget.new_step(tidy=True)
+    assert budget.read() - start < freed // 2, "a step is to be measured"

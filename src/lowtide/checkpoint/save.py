@@ -250,6 +250,7 @@ class _Job:
         """Copy what is in memory, so that training can go on; if there is no memory for that, it has to wait instead."""
         held = [s for s in self._copied if not s.stored]
         budget, nbytes = self._engine.budget, self._snapshot.nbytes(held)
+        budget.make_room(2 * nbytes)
         if budget.limit is not None and nbytes > (budget.limit - budget.read()) // 2:
             _log.info("checkpoint %s: no memory for a copy of what it holds, so it is written at once", self._wish.target)
             self.may_run_later = False

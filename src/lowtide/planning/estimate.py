@@ -197,8 +197,8 @@ def working_of(
 ) -> Working:
     """For ``slots`` whole units and chunks of ``chunk_bytes`` of parameters."""
     largest, world_size = max((u.whole for u in units), default=0), share.world_size
-    # To send from and to receive in; where ranks share memory, one window serves for both.
-    reductions = 0 if world_size == 1 else 1 if share.shares_memory else 2
+    # To send from and to receive in; where all ranks share memory, one window serves for both.
+    reductions = 0 if world_size == 1 else 1 if share.shares_memory and share.hosts == 1 else 2
     reduction = reductions * max((u.reduction for u in units), default=0)
     chunk = chunk_bytes * kinds.total // kinds.parameters
     largest_update = max((u.optimizer + u.gradients for u in units), default=0)

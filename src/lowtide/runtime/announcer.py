@@ -117,6 +117,11 @@ class Announcer:
         self.listeners = ()
 
     @property
+    def is_open(self) -> bool:
+        """Whether a block is under way."""
+        return self._open
+
+    @property
     def speaking(self) -> bool:
         return self._open and not self._silent
 

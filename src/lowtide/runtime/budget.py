@@ -80,9 +80,7 @@ class Budget:
         """Bytes in use now; remembers the peak."""
         used = self._meter.read()
         if self.limit is not None and used > max(self.limit - self.margin, self._tidy_at):
-            give_back()
-            used = self._meter.read()
-            self._tidy_at = used + self.margin // 8  # not again before there can be something to give back
+            used = self._tidy()
         self.peak = max(self.peak, used)
         return used
 
@@ -93,8 +91,17 @@ class Budget:
 
     def make_room(self, nbytes: int) -> None:
         """So much is about to be taken with no reading in between: if it would not fit, what was freed is given back first."""
-        if self.limit is not None and self.read() + nbytes > self.limit - self.margin:
-            give_back()
+        if self.limit is None:
+            return
+        used = self.read()
+        if used > self._tidy_at and used + nbytes > self.limit - self.margin:
+            self._tidy()
+
+    def _tidy(self) -> int:
+        give_back()
+        used = self._meter.read()
+        self._tidy_at = used + self.margin // 8  # not again before there can be something to give back
+        return used
 
     def left(self) -> int | None:
         """Bytes that may still be taken; None if there is no limit."""

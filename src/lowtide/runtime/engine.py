@@ -79,7 +79,8 @@ class Engine(Assembly):
                 self.announcer.say(Verb.FORWARD, int(self.buffers.will_send))
             self.buffers.before_forward()
             self.residency.refuse_replaced(self.units)
-            self.grads.give_back()
+            if not self.announcer.is_open:  # ranks that follow others may need what this one has dropped
+                self.grads.give_back()
             self.activations.enter_model(self.model, tensors_in((args, kwargs)))
         self._depth += 1
         prepared = (prepare_inputs(x, self.config.precision, self.scale, outermost=self._depth == 1) for x in (args, kwargs))

@@ -16,6 +16,7 @@ others count as zero.
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
@@ -93,6 +94,8 @@ class Grads:
         self._ready: set[Unit] = set()
         self._tickets: dict[Unit, Ticket[list[bool]]] = {}
         self._unkept: dict[Unit, DiskError] = {}  # whose gradients could not be stored
+        self.kept_in_forward: list[bool] = []
+        """For every forward that found gradients, whether it left any; whoever looks at it empties it."""
         self.before_reduction: Callable[[], None] = lambda: None
         """Called before the first reduction of a backward pass."""
 
@@ -175,7 +178,7 @@ class Grads:
             self.active = True
             self.finish()
         elif self._seen is not None:
-            self._agree_on_order(self._seen)
+            self._order = _order_of_rank_0(self._channel, list(dict.fromkeys((*self._seen, *self._order))))
             self._seen = None
 
     def abandon(self) -> None:
@@ -197,10 +200,14 @@ class Grads:
 
     def give_back(self) -> None:
         """A forward begins: gradients that the caller has set to None since leave their room to activations, as in PyTorch."""
-        for record in self.by_param.values():
-            if record.store is not None and record.param.grad is None:
+        there = [record for record in self.by_param.values() if record.store is not None]
+        for record in there:
+            # One that the caller holds may be put back, and must be known again.
+            if record.param.grad is None and record.store is not None and sys.getrefcount(record.shown) <= 2:
                 self._ledger.remove("gradients", record.store.nbytes)
                 record.store = record.shown = None
+        if there:
+            self.kept_in_forward.append(any(record.store is not None for record in there))
 
     # -- for ranks without a batch of their own -----------------------------------------------------------------------
 
@@ -357,17 +364,6 @@ class Grads:
             like, stride=param.stride, piece=piece, key=record.key, name=unit.names[index], owner=self._owner
         )
 
-    def _agree_on_order(self, seen: list[Unit]) -> None:
-        """From now on reduce in the order in which rank 0's units became ready."""
-        order = list(dict.fromkeys((*seen, *self._order)))
-        note = struct.pack(f"<{len(order)}H", *(u.index for u in order))
-        by_index = {u.index: u for u in order}
-
-        def first(wire: Wire, notes: list[bytes]) -> list[int]:
-            return list(struct.unpack(f"<{len(order)}H", notes[0]))
-
-        self._order = [by_index[i] for i in self._channel.run(Label("order", 0, "the order of reductions"), first, note)]
-
     # -- for update, norm and checkpoints -----------------------------------------------------------------------------
 
     def is_shelved(self, record: GradRecord) -> bool:
@@ -415,3 +411,14 @@ def refuse_unreduced(records: Iterable[GradRecord]) -> None:
                 f"the gradient of {record.unit.names[record.index]!r} was made inside no_sync() and has not been reduced. "
                 f"Run the last micro-batch's backward outside no_sync()."
             )
+
+
+def _order_of_rank_0(channel: Channel, order: list[Unit]) -> list[Unit]:
+    """In which rank 0's units became ready: from now on all reduce in that."""
+    note = struct.pack(f"<{len(order)}H", *(u.index for u in order))
+    by_index = {u.index: u for u in order}
+
+    def first(wire: Wire, notes: list[bytes]) -> list[int]:
+        return list(struct.unpack(f"<{len(order)}H", notes[0]))
+
+    return [by_index[i] for i in channel.run(Label("order", 0, "the order of reductions"), first, note)]

@@ -71,20 +71,35 @@ class ActivationGuard:
         policy = self._planned(unit)
         if self._policies[unit.index] != "auto" or self.needs is None or not self.alone:
             return policy  # on several ranks it must be the same on all
-        left = self._budget.left()
-        if left is None:
+        if self._budget.limit is None:
             return policy
-        growth = max(1.0, self._elements / self._known_elements) if self._known_elements else 1.0
-        if not self.learning and growth == 1.0:
+        found = self._within(unit, policy, self.needs)
+        if found != policy:  # freed memory that the allocator keeps counts as used: look again without it
+            self._budget.make_room(self._budget.limit)
+            found = self._within(unit, policy, self.needs)
+        if found is None:
+            expected = self._expected(unit)
+            raise OverBudget("activations of the next unit", self._budget.read() + expected, self._budget.limit, unit.name)
+        return found
+
+    @property
+    def _growth(self) -> float:
+        """How much larger this pass's inputs are than the largest for which activations are known."""
+        return max(1.0, self._elements / self._known_elements) if self._known_elements else 1.0
+
+    def _expected(self, unit: Unit) -> int:
+        return int((self.activations[unit.index] or max(self.activations)) * self._growth)
+
+    def _within(self, unit: Unit, policy: str, needs: Needs) -> str | None:
+        """The policy for which there is room now; None if there is none."""
+        left = self._budget.left() or 0
+        if not self.learning and self._growth == 1.0:
             # The placement was made for this; only what came on top of it can stand in its way.
-            tight = policy == "keep" and self.activations[unit.index] > left - self.needs.slack // 4
+            tight = policy == "keep" and self.activations[unit.index] > left - needs.slack // 4
             return "recompute" if tight else policy
-        expected = int((self.activations[unit.index] or max(self.activations)) * growth)
-        reserve = self.needs.largest + self.needs.slack // 2
-        if policy == "keep" and expected <= left - reserve - int(max(self.activations) * growth):
+        expected, reserve = self._expected(unit), needs.largest + needs.slack // 2
+        if policy == "keep" and expected <= left - reserve - int(max(self.activations) * self._growth):
             return "keep"
         if expected <= left - reserve:
             return "recompute"
-        if self._may_spill:
-            return "disk"
-        raise OverBudget("activations of the next unit", self._budget.read() + expected, self._budget.limit or 0, unit.name)
+        return "disk" if self._may_spill else None

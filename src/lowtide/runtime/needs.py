@@ -56,6 +56,11 @@ def needs_at_start(
     )
 
 
+def with_gradients_that_stay(needs: Needs, *, stay: bool) -> Needs:
+    """After a step: whether its forward passes began with gradients of the step before."""
+    return needs if needs.has_disk else replace(needs, way=replace(needs.way, gradients_stay=stay))
+
+
 def with_measurements(
     needs: Needs, units: Sequence[Unit], activations: Sequence[int], forward: Mapping[Unit, float], backward: float
 ) -> Needs:
@@ -87,8 +92,8 @@ def _movable(config: Config) -> frozenset[Kind]:
 
 def _way(config: Config, ranks: int) -> Way:
     """When units are updated, see runtime/due.py and runtime/backward_update.py."""
-    alone, disk = ranks == 1, bool(config.disk)
-    way = Way(slots_in_update=alone, chunk_bytes=config.update.chunk_bytes, gradients_stay=disk)
+    alone, disk = ranks == 1, bool(config.disk)  # gradients stay until forward passes have shown that they do not
+    way = Way(slots_in_update=alone, chunk_bytes=config.update.chunk_bytes, gradients_stay=True)
     if config.update.in_backward:
         return replace(way, update_in=Phase.BACKWARD)
     put_off = alone and disk and config.device_memory_bytes is None

@@ -34,7 +34,13 @@ from lowtide.runtime.conditions import DiskSpeed, memory_allowed
 from lowtide.runtime.exchange import Exchange
 from lowtide.runtime.grads import Grads
 from lowtide.runtime.guard import ActivationGuard
-from lowtide.runtime.needs import bytes_of_their_own, needs_at_start, with_measurements, with_rates
+from lowtide.runtime.needs import (
+    bytes_of_their_own,
+    needs_at_start,
+    with_gradients_that_stay,
+    with_measurements,
+    with_rates,
+)
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.unit import Unit
@@ -85,6 +91,7 @@ class Placer:
         self._base = 0  # what the process uses beside the model
         self._to_learn = _LEARNING_STEPS  # steps after which the placement is made anew without another reason
         self._local_ranks = 1
+        self._began_tidy = True  # this step, with a heap that had nothing freed in it
         self._asked = budget.limit  # what the caller allows; the machine may leave less
         self._changed: str | None = None  # why the placement has to be made anew, if it has
         self._speed: DiskSpeed | None = None
@@ -155,8 +162,10 @@ class Placer:
         self._asked = limit
 
     def before_update(self) -> None:
-        """All units are about to be updated, through buffers that may not be there yet."""
-        self._budget.make_room(self._unused_room())
+        """All units are about to be updated; buffers, and in the first step without a disk states, may not be there yet."""
+        needs = self._needs
+        states = sum(u.optimizer for u in needs.units) if needs is not None and not needs.has_disk and not self.forecast else 0
+        self._budget.make_room(self._unused_room() + states)
 
     def after_step(self, saved: SavedViews, shelves: Shelves) -> None:
         """Learn from the step, and move what should live elsewhere."""
@@ -169,12 +178,14 @@ class Placer:
         if self._to_learn == _LEARNING_STEPS - 1:
             self._fit_buffers(self._needs)
         self._budget.read()
-        peak = self._learn(self._needs, self._budget.peak + self._unused_room(), forward, backward)
+        stay, shelves.grads.kept_in_forward = shelves.grads.kept_in_forward, []
+        peak = self._learn(self._needs, self._budget.peak + self._unused_room(), forward, backward, stay)
         why = self._why_anew(self._needs, peak)
         if why is not None:
             self._place_anew(self._needs, why, peak, shelves)
         self._to_learn = max(0, self._to_learn - 1)
-        self._budget.new_step(tidy=not self.steady)
+        self._began_tidy = not self.steady
+        self._budget.new_step(tidy=self._began_tidy)
 
     def apply_now(self, shelves: Shelves) -> None:
         """Between two steps: make the placement anew if the caller has set another number."""
@@ -183,12 +194,16 @@ class Placer:
         why, self._changed = self._changed, None
         peak = max(self.forecast.peak_bytes, self._budget.read())
         self._place_anew(self._limited(self._needs, self._asked or self._needs.budget), why, peak, shelves)
+        self._began_tidy = True
         self._budget.new_step(tidy=True)
 
-    def _learn(self, needs: Needs, peak: int, forward: Mapping[Unit, float], backward: float) -> int:
+    def _learn(self, needs: Needs, peak: int, forward: Mapping[Unit, float], backward: float, stay: list[bool]) -> int:
         """Remember the largest of every measurement over all ranks, so that all decide alike. Returns the peak."""
         seconds = [int(forward.get(u, 0.0) * _MICRO) for u in self._units]
-        peak, micro, *rest = self._largest([peak, int(backward * _MICRO), *self.guard.activations, *seconds])
+        stays = any(stay) if stay else needs.way.gradients_stay
+        numbers = [peak, int(stays), int(backward * _MICRO), *self.guard.activations, *seconds]
+        peak, any_stay, micro, *rest = self._largest(numbers)
+        needs = with_gradients_that_stay(needs, stay=bool(any_stay))
         self.guard.activations = rest[: len(self._units)]
         measured = {u: s / _MICRO for u, s in zip(self._units, rest[len(self._units) :], strict=True) if s}
         self._use_needs(with_measurements(needs, self._units, self.guard.activations, measured, micro / _MICRO))
@@ -208,7 +223,10 @@ class Placer:
             self._limited(needs, limit)
             return reason
         if peak > needs.budget - needs.slack // 2:
-            return f"a step took {_mib(peak)} of {_mib(needs.budget)}"
+            if self._began_tidy:
+                return f"a step took {_mib(peak)} of {_mib(needs.budget)}"
+            self._to_learn = 2  # some of that is what the allocator keeps: one step without it, and then decide
+            return None
         if other_speed:
             return speed or "the disk of another rank gives another speed than before"
         return "" if self._to_learn else None
