@@ -91,10 +91,7 @@ class Budget:
 
     def make_room(self, nbytes: int) -> None:
         """So much is about to be taken with no reading in between: if it would not fit, what was freed is given back first."""
-        if self.limit is None:
-            return
-        used = self.read()
-        if used > self._tidy_at and used + nbytes > self.limit - self.margin:
+        if self.limit is not None and self.read() + nbytes > self.limit - self.margin:
             self._tidy()
 
     def _tidy(self) -> int:
