@@ -272,3 +272,49 @@ def wrong_guesses(rank: int, ranks: int) -> None:
 def test_wrong_guesses_do_not_pile_up() -> None:
     """Evaluation alone: no backward pass and no step that would let go of everything."""
     run_ranks(2, wrong_guesses)
+
+
+@pytest.mark.parametrize("zeroed", ["after the step", "after forward", "every second step", "to zeros"])
+def test_gradients_have_room_in_a_forward_only_if_the_loop_has_let_them_go(zeroed: str) -> None:
+    """And a placement counts on it only if every forward of a step has shown it."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = lowtide.shard(model, optimizer, stage=3, memory="4GiB", comm=COMM)
+    engine, seen = engine_of(model), []
+    for number in range(4):
+        out = model(batch(model, number, 0))
+        seen.append(engine.ledger.live["gradients"] > 0)
+        if zeroed == "after forward":
+            optimizer.zero_grad()
+        out.square().mean().backward()
+        optimizer.step()
+        if zeroed == "after the step" or (zeroed == "every second step" and number % 2):
+            optimizer.zero_grad()
+        if zeroed == "to zeros":
+            optimizer.zero_grad(set_to_none=False)
+    some = {"after the step": [False] * 4, "every second step": [False, True, False, True]}
+    assert seen == some.get(zeroed, [False, True, True, True])
+    assert engine.placer._needs is not None
+    assert engine.placer._needs.way.gradients_stay == seen[-1]
+
+
+def test_a_gradient_that_was_put_aside_around_a_forward_is_known_again() -> None:
+    def train(*, aside: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        model, optimizer = lowtide.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, comm=COMM)
+        model(batch(Net(), 0, 0)).square().mean().backward()
+        held = [p.grad for p in model.parameters()]
+        if aside:
+            for p in model.parameters():
+                p.grad = None
+        out = model(batch(Net(), 1, 0))
+        for p, grad in zip(model.parameters(), held, strict=True):
+            p.grad = grad
+        out.square().mean().backward()
+        optimizer.step()
+        return [value.clone() for value in model.state_dict().values()]
+
+    for ours, expected in zip(train(aside=True), train(aside=False), strict=True):
+        assert torch.equal(ours, expected)

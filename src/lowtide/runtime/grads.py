@@ -94,8 +94,8 @@ class Grads:
         self._ready: set[Unit] = set()
         self._tickets: dict[Unit, Ticket[list[bool]]] = {}
         self._unkept: dict[Unit, DiskError] = {}  # whose gradients could not be stored
-        self.kept_in_forward: list[bool] = []
-        """For every forward that found gradients, whether it left any; whoever looks at it empties it."""
+        self.kept_in_forward: bool | None = None
+        """Whether a forward began with gradients that stayed; None: no forward has found any since somebody last looked."""
         self.before_reduction: Callable[[], None] = lambda: None
         """Called before the first reduction of a backward pass."""
 
@@ -207,7 +207,7 @@ class Grads:
                 self._ledger.remove("gradients", record.store.nbytes)
                 record.store = record.shown = None
         if there:
-            self.kept_in_forward.append(any(record.store is not None for record in there))
+            self.kept_in_forward = bool(self.kept_in_forward) or any(record.store is not None for record in there)
 
     # -- for ranks without a batch of their own -----------------------------------------------------------------------
 

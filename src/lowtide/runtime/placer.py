@@ -178,8 +178,8 @@ class Placer:
         if self._to_learn == _LEARNING_STEPS - 1:
             self._fit_buffers(self._needs)
         self._budget.read()
-        stay, shelves.grads.kept_in_forward = shelves.grads.kept_in_forward, []
-        peak = self._learn(self._needs, self._budget.peak + self._unused_room(), forward, backward, stay)
+        stay, shelves.grads.kept_in_forward = shelves.grads.kept_in_forward, None
+        peak = self._learn(self._needs, self._budget.peak + self._unused_room(), forward, backward, stay=stay)
         why = self._why_anew(self._needs, peak)
         if why is not None:
             self._place_anew(self._needs, why, peak, shelves)
@@ -197,10 +197,10 @@ class Placer:
         self._began_tidy = True
         self._budget.new_step(tidy=True)
 
-    def _learn(self, needs: Needs, peak: int, forward: Mapping[Unit, float], backward: float, stay: list[bool]) -> int:
+    def _learn(self, needs: Needs, peak: int, forward: Mapping[Unit, float], backward: float, *, stay: bool | None) -> int:
         """Remember the largest of every measurement over all ranks, so that all decide alike. Returns the peak."""
         seconds = [int(forward.get(u, 0.0) * _MICRO) for u in self._units]
-        stays = any(stay) if stay else needs.way.gradients_stay
+        stays = needs.way.gradients_stay if stay is None else stay
         numbers = [peak, int(stays), int(backward * _MICRO), *self.guard.activations, *seconds]
         peak, any_stay, micro, *rest = self._largest(numbers)
         needs = with_gradients_that_stay(needs, stay=bool(any_stay))
