@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from benchkit import machine
+from benchkit.turns import say
 
 import lowtide
 from lowtide.job.gpt import GPT
@@ -65,6 +66,8 @@ def run(rounds: int, batch: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(0)
         for number in range(WARM_UP + rounds):
             tokens = torch.randint(shape.tokens, (batch, shape.context), generator=generator)
+            if number % 12 == 0:
+                say(f"round {number + 1} of {WARM_UP + rounds}")
             for name in next(orders):
                 seconds, loss = step(*copies[name], tokens)
                 losses[name].append(loss)

@@ -1,6 +1,6 @@
 """What does recording cost? A step of a model that is recorded against the same step of one that is not, in turns.
 
-    python benchmarks/recording.py --out benchmarks/results/recording.json
+    python benchmarks/recording.py --out benchmarks/results/recording.json    about twelve minutes
     python benchmarks/recording.py --quick                    one small model, few steps: does the script work here?
 
 Three copies of a model are in one process: one sharded with ``run=``, built between two without. They take steps in turns, in
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from benchkit import machine
+from benchkit.turns import say
 
 import lowtide
 from lowtide.api import engine_of
@@ -111,10 +112,12 @@ def main() -> None:
         cases, options.rounds = cases[:1], 6
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    rows = [
-        measure(preset, rounds=options.rounds // (3 if preset == "gpt-98m" else 1), batch=options.batch, stage=stage)
-        for preset, stage in cases
-    ]
+    rows: list[dict[str, Any]] = []
+    for preset, stage in cases:
+        rounds = options.rounds // (3 if preset == "gpt-98m" else 1)
+        say(f"{preset}, stage {stage}: {rounds} rounds")
+        rows.append(measure(preset, rounds=rounds, batch=options.batch, stage=stage))
+        say(f"  {100 * rows[-1]['cost']:+.2f} %, control {100 * rows[-1]['control']:+.2f} %")
     command = f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip()
     result = {"benchmark": "recording", "command": command, "machine": machine.facts(), "cases": rows}
     text = json.dumps(result, indent=2)
