@@ -190,6 +190,7 @@ def forked_children_are_silent(rank: int, world_size: int) -> int:
     _, status = os.waitpid(pid, 0)
     channel.run(Label("gather", 0, "blocks.0"), meet)
     assert group.watch.left() == {}
+    channel.run(Label("gather", 1, "blocks.1"), meet)  # the other rank has looked, too: now both may leave
     group.close()
     return status
 

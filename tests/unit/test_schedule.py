@@ -101,7 +101,7 @@ BREAKS = {
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_broken_schedule_is_found(name: str) -> None:
     left_out, message = BREAKS[name]
-    plan, events, sizes = planned("backward")
+    plan, events, sizes = planned("tight")
     assert plan.count("parameters").get("disk", 0) > 3
     with pytest.raises(InternalError, match=message):
         verify(plan, sizes, [e for e in events if not left_out(e)])  # type: ignore[arg-type]
