@@ -35,6 +35,7 @@ from lowtide.runtime.exchange import Exchange
 from lowtide.runtime.grads import Grads
 from lowtide.runtime.guard import ActivationGuard
 from lowtide.runtime.needs import (
+    backward_alone,
     bytes_of_their_own,
     needs_at_start,
     with_gradients_that_stay,
@@ -199,6 +200,8 @@ class Placer:
 
     def _learn(self, needs: Needs, peak: int, forward: Mapping[Unit, float], backward: float, *, stay: bool | None) -> int:
         """Remember the largest of every measurement over all ranks, so that all decide alike. Returns the peak."""
+        policies = [place.activations for place in self.placement.units]
+        backward = backward_alone(needs, policies, [forward.get(u, 0.0) for u in self._units], backward)
         seconds = [int(forward.get(u, 0.0) * _MICRO) for u in self._units]
         stays = needs.way.gradients_stay if stay is None else stay
         numbers = [peak, int(stays), int(backward * _MICRO), *self.guard.activations, *seconds]
