@@ -48,6 +48,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.set_yscale("log")
         axis.set_xlim(*ends)
         axis.set_ylim(*ends)
+        marks = [m * 10.0**e for e in range(-3, 5) for m in (1, 2, 5) if ends[0] <= m * 10.0**e <= ends[1]]
+        for set_ticks in (axis.set_xticks, axis.set_yticks):
+            set_ticks(marks, [f"{mark:g}" for mark in marks])
+            set_ticks([], minor=True)
         axis.set_xlabel(f"measured {label}")
         axis.set_ylabel(f"predicted {label}")
         axis.legend(frameon=False, fontsize=8)
