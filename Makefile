@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
-# Tests wait a lot, for other ranks, deadlines and kills: two files of them at once take little more than half the time.
+# Tests wait a lot, for other ranks, deadlines and kills: two files of them at once take about two thirds of the time.
 WORKERS ?= 2
 
 .PHONY: run test check soak clean help
