@@ -27,8 +27,8 @@ _CHUNKS = (8 << 20, 2 << 20)
 _SLOTS = (3, 2)
 _OVERFULL = 1 << 50
 _KEPT_BY_ALLOCATOR = 0.34
-"""Of what a step takes and frees again, with the allocator of glibc: 0.24–0.37 in runs of gpt-98m on one and two ranks, from which it
-was taken: only other models say how good it is."""
+"""Of what a step takes and frees again, with the allocator of glibc: 0.24–0.37 in runs of gpt-98m on one and two ranks, from
+which it was taken: only other models say how good it is."""
 _POLICIES = ("keep", "recompute", "host", "disk")
 
 
