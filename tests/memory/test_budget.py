@@ -15,7 +15,7 @@ from torch import nn
 import lowtide
 from lowtide.api import engine_of
 from lowtide.errors import DoesNotFit
-from lowtide.runtime.budget import Budget
+from lowtide.runtime.budget import Budget, Meter
 from tests.kit import out_of_core  # without a memory number, everything goes to disk
 from tests.kit.tools import missing
 
@@ -132,7 +132,7 @@ def test_the_heap_is_given_back_when_it_is_asked_for_or_near_the_number() -> Non
     start = budget.read()
 
     def leave_freed() -> None:
-        below = [torch.ones(128 << 10) for _ in range(256)]
+        below = [torch.ones(16 << 10) for _ in range(2048)]  # small enough to lie in the heap, not in mappings of their own
         above = torch.ones(1 << 10)  # lies above them, or the heap would shrink by itself
         del below
         kept.append(above)
@@ -150,3 +150,55 @@ def test_the_heap_is_given_back_when_it_is_asked_for_or_near_the_number() -> Non
     leave_freed()
     budget.new_step(tidy=True)
     assert budget.read() - start < freed // 2, "a step is to be measured"
+
+
+def test_what_came_and_went_between_two_moments_is_known_the_next_time() -> None:
+    """The kernel remembers the highest mark of the process: it shows a peak that no reading met."""
+    budget = Budget(1 << 40)
+    budget.new_step(tidy=True)
+    highest, resident = Meter().highest()
+    nbytes = highest - resident + 100 * MIB
+    budget.look("before")
+    start = budget.read()
+    torch.ones(nbytes // 4)
+    budget.look("after")
+    assert budget.read() < start + nbytes // 2, "it is gone"
+    assert nbytes * 0.95 < budget.peak - start < nbytes * 1.05
+    assert nbytes * 0.95 < budget.needed - start < nbytes * 1.05
+    budget.new_step(tidy=True)
+    budget.look("before")
+    assert budget.needed - start > nbytes * 0.9, "it is expected to come again"
+
+
+def test_room_is_made_for_what_is_known_to_come() -> None:
+    spared: list[int] = []
+    budget = Budget(1 << 40, spare=lambda: spared.append(1))
+    budget.new_step(tidy=True)
+    budget.look("before")
+    taken = torch.ones(64 << 20)
+    budget.look("after")
+    del taken
+    budget.limit = budget.read() + 100 * MIB
+    budget.look("after")
+    assert not spared, "nothing comes after it that would not fit"
+    budget.look("before")
+    assert spared, "256 MB are expected, 100 are left"
+    spared.clear()
+    budget.forget_growth()
+    budget.new_step(tidy=True)
+    budget.look("before")
+    assert not spared
+
+
+def test_what_arenas_take_is_not_expected_again() -> None:
+    pooled = 0
+    budget = Budget(1 << 40, pooled=lambda: pooled)
+    budget.new_step(tidy=True)
+    budget.look("before")
+    kept = torch.ones(64 << 20)
+    pooled = kept.nbytes
+    budget.look("after")
+    budget.new_step(tidy=True)
+    start = budget.read()
+    budget.look("before")
+    assert budget.needed - start < kept.nbytes // 4

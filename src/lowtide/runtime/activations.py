@@ -17,6 +17,7 @@ from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.spill import Spill
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.store import Store
+from lowtide.torch_internals import backward_under_way
 
 _IN_FLIGHT = 256 << 20  # bytes of activations on their way to the disk, and again on their way back, at most
 
@@ -66,13 +67,13 @@ class Activations:
     def enter(self, units: Sequence[Unit]) -> None:
         """A module that needs ``units`` begins."""
         self.saved.enter(units)
-        self._budget.look()
+        self._budget.look(("begins", units[0].index, backward_under_way() is not None))
 
-    def leave(self) -> None:
+    def leave(self, units: Sequence[Unit]) -> None:
         """That module is done."""
         self.saved.leave()
         self._placer.guard.outside_units()
-        self._budget.look()
+        self._budget.look(("ends", units[0].index, backward_under_way() is not None))
 
     def _stays_in_memory(self, address: int) -> bool:
         return address in self._residents

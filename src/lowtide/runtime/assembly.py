@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from lowtide.runtime.update import Update
 from lowtide.runtime.usage import Usage
 from lowtide.spec.limits import default_budget
 from lowtide.spec.units import UnitSpec
+from lowtide.tiers.arena import Arena
 from lowtide.tiers.device import Memory
 from lowtide.tiers.disk import DiskStore, Folder
 from lowtide.tiers.host import HostStore
@@ -113,7 +115,7 @@ class Assembly:
             buffers=self.buffers_arena,
             ledger=self.ledger,
         )
-        self.budget = Budget(self._budget_of_this_rank(), shared=group.shared_memory)
+        self.budget = self._budget_of_this_rank()
         self.placer = Placer(
             self.units, config, budget=self.budget, store=self.store, memory=self.memory, exchange=self.exchange
         )
@@ -179,12 +181,17 @@ class Assembly:
             self.activations.install(self.model, self.units, verbs)
         self.budget.new_step(tidy=True)
 
-    def _budget_of_this_rank(self) -> int | None:
+    def _budget_of_this_rank(self) -> Budget:
         """The job's number, divided between its ranks on this host. With a disk and no number: what the machine leaves."""
         limit = self.config.memory_bytes
         if limit is None and self.config.disk:
             limit = default_budget()
-        return None if limit is None else limit // self.local_ranks
+        return Budget(
+            None if limit is None else limit // self.local_ranks,
+            shared=self.group.shared_memory,
+            pooled=functools.partial(_taken, self.arena, self.buffers_arena),
+            spare=self.buffers_arena.trim,
+        )
 
     def _add_stream(self, unit: Unit) -> None:
         """Update ``unit`` by chunks, from and to wherever its bytes are."""
@@ -241,6 +248,11 @@ class Assembly:
             activations=self.placer.describe_activations(),
             update=self.config.update.when,
         )
+
+
+def _taken(*arenas: Arena) -> int:
+    """Host memory that arenas have."""
+    return sum(arena.reserved_bytes for arena in arenas if arena.device.type == "cpu")
 
 
 def _share_of_disk(config: Config, ranks: int) -> Config:

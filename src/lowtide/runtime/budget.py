@@ -1,8 +1,8 @@
 """The memory number: what the process uses now, as the kernel counts it, held against what it may use.
 
 Anonymous and shared pages count, those of files that the kernel can drop do not; memory that only loader workers have is
-added. The meter is read when a unit begins or ends: between two readings memory moves by what one unit computes with, which the
-slack of the placement must cover.
+added. The meter is read at moments of a step: when a unit begins or ends, when a gradient arrives. How much memory grows from
+one moment to the next is remembered, with what the kernel saw in between, and room is made for it in the steps that follow.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Callable
+import re
+import weakref
+from collections.abc import Callable, Hashable
 
 import psutil
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_HIGHEST = re.compile(rb"VmHWM:\s+(\d+) kB\s+VmRSS:\s+(\d+) kB")
 
 
 class Meter:
@@ -25,11 +28,19 @@ class Meter:
         self.shared_bytes = 0
         self._shared = shared
         self._pid = os.getpid()
+        # Kept open: a reading then costs 2 us instead of 10, and there are hundreds in a step.
+        self._statm, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))
+        for descriptor in (self._statm, self._status):
+            weakref.finalize(self, os.close, descriptor)
+
+    def highest(self) -> tuple[int, int]:
+        """The most that was ever resident, and what is now; both zero where the kernel does not say."""
+        found = _HIGHEST.search(os.pread(self._status, 4096, 0))
+        return (int(found[1]) * 1024, int(found[2]) * 1024) if found else (0, 0)
 
     def read(self) -> int:
         """Now."""
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            _, resident, shared, *_ = file.read(256).split()
+        _, resident, shared, *_ = os.pread(self._statm, 256, 0).split()
         return (int(resident) - int(shared)) * _PAGE + self.shared_bytes + self.children_bytes
 
     def look_around(self) -> None:
@@ -67,35 +78,73 @@ def give_back() -> None:
 class Budget:
     """One number per rank, and the peak against it."""
 
-    def __init__(self, limit: int | None, *, shared: Callable[[], tuple[int, int]] = lambda: (0, 1)) -> None:
-        """``shared``: bytes that ranks of this host hold together, and how many they are."""
+    def __init__(
+        self,
+        limit: int | None,
+        *,
+        shared: Callable[[], tuple[int, int]] = lambda: (0, 1),
+        pooled: Callable[[], int] = lambda: 0,
+        spare: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``shared``: bytes that ranks of this host hold together, and how many they are. ``pooled``: bytes that arenas have
+        taken; they take them once, so that growth says nothing about later steps. ``spare`` lets go of those that are free."""
         self.limit = limit
         self.margin = 0
         """So near to the limit the allocator is asked to give back what it keeps."""
         self.peak = 0
+        """The most that was used in this step, freed memory that the allocator keeps included."""
+        self.needed = 0
+        """The most that this step would have used if the allocator kept nothing."""
         self._meter = Meter(shared)
+        self._pooled, self._spare = pooled, spare
         self._tidy_at = 0
+        self._moment: Hashable = None
+        self._at_moment = 0  # bytes in use beside those of arenas
+        self._highest = 0
+        self._growth: dict[Hashable, int] = {}  # from a moment to the next, at most
 
     def read(self) -> int:
         """Bytes in use now; remembers the peak."""
-        used = self._meter.read()
-        if self.limit is not None and used > max(self.limit - self.margin, self._tidy_at):
-            used = self._tidy()
-        self.peak = max(self.peak, used)
+        used = self._used(0)
+        self.needed = max(self.needed, used)
         return used
 
-    def look(self) -> None:
-        """Read, if there is a number to hold."""
-        if self.limit is not None:
-            self.read()
+    def look(self, moment: Hashable) -> None:
+        """Read, if there is a number to hold; ``moment`` names this place in the step (None: nothing is known of what follows).
+        One thread does this: the one that computes."""
+        if self.limit is None:
+            return
+        used = self._meter.read()
+        highest, resident = self._meter.highest()
+        between = highest - resident if highest > self._highest else 0  # above what is used now
+        self._highest = highest
+        self.peak = max(self.peak, used + between)
+        if self._moment is not None:
+            growth = used + between - self._pooled() - self._at_moment
+            self._growth[self._moment] = max(self._growth.get(self._moment, 0), growth)
+            self.needed = max(self.needed, used + between)
+        coming = self._growth.get(moment, 0)
+        used = self._used(coming)
+        self.needed = max(self.needed, used + coming)
+        self._moment, self._at_moment = moment, used - self._pooled()
 
     def make_room(self, nbytes: int) -> None:
         """So much is about to be taken with no reading in between: if it would not fit, what was freed is given back first."""
         if self.limit is not None and self.read() + nbytes > self.limit - self.margin:
-            self._tidy()
+            self._tidy(self.limit, nbytes)
 
-    def _tidy(self) -> int:
+    def _used(self, coming: int) -> int:
+        """Bytes in use now; what was freed is given back if ``coming`` more would be too near to the limit."""
+        used = self._meter.read()
+        self.peak = max(self.peak, used)
+        if self.limit is not None and used + coming > self.limit - self.margin and used > self._tidy_at:
+            used = self._tidy(self.limit, coming)
+        return used
+
+    def _tidy(self, limit: int, coming: int) -> int:
         give_back()
+        if self._meter.read() + coming > limit - self.margin:
+            self._spare()
         used = self._meter.read()
         self._tidy_at = used + self.margin // 8  # not again before there can be something to give back
         return used
@@ -111,8 +160,14 @@ class Budget:
         if tidy or (self.limit is not None and self.peak > self.limit - self.margin):
             give_back()
         self._meter.look_around()
-        self.peak = self._tidy_at = 0
+        self.peak = self.needed = self._tidy_at = 0
+        self._moment = None
+        self._highest = self._meter.highest()[0]
         self.read()
+
+    def forget_growth(self) -> None:
+        """What follows each moment is learned anew: the first step takes what later ones have."""
+        self._growth.clear()
 
     def settle(self) -> int:
         """What the process uses when it is at rest."""

@@ -92,6 +92,7 @@ class Engine(Assembly):
         if self._depth == 0 and backward_under_way() is None:
             self.buffers.after_forward(sync=self.grads.sync)
             self._release_demanded()
+            self.budget.look("end of forward")
         if not torch.is_grad_enabled():
             return output
         if self._depth == 0:
@@ -130,7 +131,7 @@ class Engine(Assembly):
             self._look_ahead(units)
         except BaseException:
             self._depth -= 1
-            self.activations.leave()
+            self.activations.leave(units)
             for unit in pinned:
                 self.residency.unpin(unit)
             raise
@@ -149,7 +150,7 @@ class Engine(Assembly):
         """That module is done."""
         self.placer.clock.leave()
         self._depth -= 1
-        self.activations.leave()
+        self.activations.leave(units)
         for unit in units:
             self.residency.unpin(unit)
         if self._depth == 0 and backward_under_way() is None:
@@ -171,6 +172,7 @@ class Engine(Assembly):
             self._backward = weakref.ref(this)
             self._backward_order.restart()
             self.placer.clock.backward_begins()
+            self.budget.look("backward begins")
             at_end_of_backward(functools.partial(self._end_backward, this))
         return True
 
@@ -186,6 +188,7 @@ class Engine(Assembly):
                 self.residency.prefetch(following)
             if self.backward_update is not None:
                 self.backward_update.expect(unit)
+            self.budget.look(("backward", unit.index))
 
     def grad_arriving(self, key: int, grad: Tensor) -> None:
         """Autograd is about to accumulate the gradient of parameter ``key``."""
@@ -201,9 +204,10 @@ class Engine(Assembly):
         self.grads.divide_by(self.scale.value)
         unit = self.grads.arrived(record)
         self.residency.retry()
-        self.budget.look()
         if self.backward_update is not None:
+            self.budget.look(None)  # what an update takes, it takes once
             self._or_poison(self.backward_update.go_on)
+        self.budget.look(("gradient", key))
         if unit is None:
             return
         if unit in self._demanded:

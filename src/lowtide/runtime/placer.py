@@ -175,12 +175,14 @@ class Placer:
         if self._needs is None:
             return
         self.guard.note(saved)
-        self.guard.learning = False
+        if self.guard.learning:
+            self.guard.learning = False
+            self._budget.forget_growth()
         if self._to_learn == _LEARNING_STEPS - 1:
             self._fit_buffers(self._needs)
         self._budget.read()
         stay, shelves.grads.kept_in_forward = shelves.grads.kept_in_forward, None
-        peak = self._learn(self._needs, self._budget.peak + self._unused_room(), forward, backward, stay=stay)
+        peak = self._learn(self._needs, self._budget.needed + self._unused_room(), forward, backward, stay=stay)
         why = self._why_anew(self._needs, peak)
         if why is not None:
             self._place_anew(self._needs, why, peak, shelves)
