@@ -60,6 +60,7 @@ def worker(order: dict[str, Any]) -> None:
     engine = engine_of(model)
     steps: list[dict[str, Any]] = []
     for step in range(order["steps"]):
+        heard = len(said)
         for change in order["changes"]:
             if change["step"] == step and "memory" in change:
                 lowtide.set_memory(model, change["memory"])
@@ -67,7 +68,7 @@ def worker(order: dict[str, Any]) -> None:
                 Path(change["file"]).write_text(change["text"])
         torch.manual_seed(step)
         tokens = torch.randint(0, shape.tokens, (2, shape.context))
-        start, heard = time.perf_counter(), len(said)
+        start = time.perf_counter()
         loss = model(tokens, tokens)
         loss.backward()
         optimizer.step()

@@ -57,12 +57,21 @@ def test_a_disk_that_is_slow_for_a_moment_changes_nothing() -> None:
 def test_a_disk_that_stays_slow_is_believed_and_so_is_its_recovery() -> None:
     store = NullStore()
     speed = speed_of(store)
-    said = [pass_a_step(store, speed, gigabytes_per_second=0.2) for _ in range(3)]
+    said = [pass_a_step(store, speed, gigabytes_per_second=0.5) for _ in range(3)]
     assert said[:2] == [None, None]
-    assert said[2] == "the disk gives 0.20 GB/s instead of 1.00"
-    assert speed.rates.disk_read == pytest.approx(5e-9)
+    assert said[2] == "the disk gives 0.50 GB/s instead of 1.00"
+    assert speed.rates.disk_read == pytest.approx(2e-9)
     said = [pass_a_step(store, speed, gigabytes_per_second=1.0) for _ in range(3)]
-    assert said[2] == "the disk gives 1.00 GB/s instead of 0.20"
+    assert said[2] == "the disk gives 1.00 GB/s instead of 0.50"
+
+
+def test_a_disk_that_is_far_off_is_believed_sooner() -> None:
+    store = NullStore()
+    speed = speed_of(store)
+    assert [pass_a_step(store, speed, gigabytes_per_second=r) for r in (0.2, 0.9, 0.2)] == [None, None, None]
+    assert pass_a_step(store, speed, gigabytes_per_second=0.2) == "the disk gives 0.20 GB/s instead of 1.00"
+    said = [pass_a_step(store, speed, gigabytes_per_second=1.0) for _ in range(2)]
+    assert said == [None, "the disk gives 1.00 GB/s instead of 0.20"]
 
 
 def test_a_disk_that_had_time_to_idle_is_not_slow() -> None:

@@ -1,7 +1,7 @@
 """What the machine gives now, against what the placement was made for: the speed of the disk, and memory.
 
-Noise must change nothing: a speed counts as changed when it has been off by half for a few steps in a row, and memory when what
-the machine leaves is below what the job may use.
+Noise must change nothing: a speed counts as changed when it has been off by half for three steps in a row, or by far for two,
+and memory when what the machine leaves is below what the job may use.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lowtide.tiers.store import Store, Traffic
 
 _OFF_BY = 1.5
 _IN_A_ROW = 3
+_FAR_OFF_BY, _FAR_IN_A_ROW = 3.0, 2
 _LEAST_BYTES = 64 << 20
 """Less traffic than this in a step says nothing about a disk."""
 _LEAST_SHARE = 0.5
@@ -53,7 +54,8 @@ class DiskSpeed:
             self._off = []
         if slower or faster:
             self._off.append(speed)
-        if len(self._off) < _IN_A_ROW:
+        far = sum(s < 1 / _FAR_OFF_BY or s > _FAR_OFF_BY for s in self._off[-_FAR_IN_A_ROW:])
+        if len(self._off) < _IN_A_ROW and far < _FAR_IN_A_ROW:
             return None
         factor = sorted(self._off)[len(self._off) // 2]
         self._off = []

@@ -81,6 +81,8 @@ class Engine(Assembly):
             self.residency.refuse_replaced(self.units)
             if not self.announcer.is_open:  # ranks that follow others may need what this one has dropped
                 self.grads.give_back()
+            if torch.is_grad_enabled() and self.residency.pinned() is None:
+                self.placer.before_forward(self.shelves)
             self.activations.enter_model(self.model, tensors_in((args, kwargs)))
         self._depth += 1
         prepared = (prepare_inputs(x, self.config.precision, self.scale, outermost=self._depth == 1) for x in (args, kwargs))
@@ -295,7 +297,7 @@ class Engine(Assembly):
         self.steps_taken += 1
         self.group.deadlines.settled()
         self.trace("update", "")
-        self.placer.after_step(self.activations.saved, self.shelves)
+        self.placer.after_step(self.activations.saved, self.shelves, put_off=self.due.under_way)
 
     def set_memory(self, limit: int) -> None:
         """From the next step on the ranks of this host may use ``limit`` bytes of its memory together."""

@@ -168,8 +168,9 @@ class Placer:
         states = sum(u.optimizer for u in needs.units) if needs is not None and not needs.has_disk and not self.forecast else 0
         self._budget.make_room(self._unused_room() + states)
 
-    def after_step(self, saved: SavedViews, shelves: Shelves) -> None:
-        """Learn from the step, and move what should live elsewhere."""
+    def after_step(self, saved: SavedViews, shelves: Shelves, *, put_off: bool) -> None:
+        """Learn from the step, and move what should live elsewhere. ``put_off``: its update comes with the next forward pass,
+        whose first units leave room for its buffers."""
         forward, backward = self.clock.forward, self.clock.backward
         self.step_seconds = self.clock.end_step()
         if self._needs is None:
@@ -182,7 +183,8 @@ class Placer:
             self._fit_buffers(self._needs)
         self._budget.read()
         stay, shelves.grads.kept_in_forward = shelves.grads.kept_in_forward, None
-        peak = self._learn(self._needs, self._budget.needed + self._unused_room(), forward, backward, stay=stay)
+        peak = self._budget.needed + (0 if put_off else self._unused_room())
+        peak = self._learn(self._needs, peak, forward, backward, stay=stay)
         why = self._why_anew(self._needs, peak)
         if why is not None:
             self._place_anew(self._needs, why, peak, shelves)
@@ -195,8 +197,21 @@ class Placer:
         if self._needs is None or self._changed is None or self.forecast is None:
             return  # or after the first step, which shows what there is to place
         why, self._changed = self._changed, None
-        peak = max(self.forecast.peak_bytes, self._budget.read())
-        self._place_anew(self._limited(self._needs, self._asked or self._needs.budget), why, peak, shelves)
+        self._place_between_steps(self._needs, self._asked or self._needs.budget, why, self.forecast, shelves)
+
+    def before_forward(self, shelves: Shelves) -> None:
+        """A control group that has become smaller since the last step would not survive the next one in this placement. On
+        several ranks that waits for the end of a step, the only place where all are sure to meet."""
+        if self._needs is None or self.forecast is None or not self.guard.alone:
+            return
+        allowed = memory_allowed(self._needs.budget, self._budget.read(), ranks=1)
+        if self._needs.budget - allowed > _NOISE * self._needs.budget:
+            why = _leaves(allowed, self._needs.budget)
+            self._place_between_steps(self._needs, allowed, why, self.forecast, shelves)
+
+    def _place_between_steps(self, needs: Needs, limit: int, why: str, forecast: Forecast, shelves: Shelves) -> None:
+        peak = max(forecast.peak_bytes, self._budget.read())
+        self._place_anew(self._limited(needs, limit), why, peak, shelves)
         self._began_tidy = True
         self._budget.new_step(tidy=True)
 
@@ -223,17 +238,17 @@ class Placer:
         limit = asked - less if less > _NOISE * asked else asked
         reason, self._changed = self._changed, None
         if reason is None and abs(limit - needs.budget) > _NOISE * asked:
-            reason = f"the machine leaves {_mib(limit)}, the placement was made for {_mib(needs.budget)}"
+            reason = _leaves(limit, needs.budget)
         if reason is not None:
             self._limited(needs, limit)
             return reason
+        if other_speed:
+            return speed or "the disk of another rank gives another speed than before"
         if peak > needs.budget - needs.slack // 2:
             if self._began_tidy:
                 return f"a step took {_mib(peak)} of {_mib(needs.budget)}"
             self._to_learn = 2  # some of that is what the allocator keeps: one step without it, and then decide
             return None
-        if other_speed:
-            return speed or "the disk of another rank gives another speed than before"
         return "" if self._to_learn else None
 
     def _limited(self, needs: Needs, limit: int) -> Needs:
@@ -331,6 +346,10 @@ class Placer:
         names = [p.activations for p in self.placement.units]
         counts = {name: names.count(name) for name in dict.fromkeys(names)}
         return names[0] if len(counts) == 1 else ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+
+
+def _leaves(limit: int, before: int) -> str:
+    return f"the machine leaves {_mib(limit)}, the placement was made for {_mib(before)}"
 
 
 def _mib(nbytes: int) -> str:

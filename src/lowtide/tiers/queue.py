@@ -233,8 +233,9 @@ class _Line:
         """A thread has carried out what it took."""
         with self.lock:
             self._running -= 1
-            if not self._running:
-                self.traffic.busy_seconds += time.monotonic() - self._busy_since
+            now = time.monotonic()  # also while others run: a disk that never rests must not look idle
+            self.traffic.busy_seconds += now - self._busy_since
+            self._busy_since = now
 
     def finish(self, ticket: Ticket, failure: BaseException | None) -> None:
         """Let waiters and the next request of the same key go on, then run the callbacks."""
