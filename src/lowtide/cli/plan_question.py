@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowtide.errors import ArgumentError, Error
 
@@ -237,10 +236,9 @@ def _traced(what: Subject, dtype: str, device: str) -> Callable[[int], ModelSpec
     """A model that is built without memory, and looked at for every batch anew."""
     import torch
 
-    from lowtide.config import Comm
     from lowtide.job.models import build_model
     from lowtide.job.options import Options
-    from lowtide.spec.tracing import trace
+    from lowtide.job.planned import spec_of
 
     options = Options(preset=what.preset, model=what.model)
     try:
@@ -256,14 +254,10 @@ def _traced(what: Subject, dtype: str, device: str) -> Callable[[int], ModelSpec
     if what.sequence is not None and what.sequence > built.context:
         raise ArgumentError(f"--sequence is {what.sequence}; {options.model_name} looks at {built.context} tokens.")
     length = what.sequence or built.context
-    model = built.model.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32))
-    takes = inspect.signature(model.forward).parameters
-    shifts_itself = "input_ids" in takes and "labels" in takes  # as in job/models.py
+    built.model.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32))
 
     def for_batch(batch: int) -> ModelSpec:
-        tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
-        arguments: Any = {"input_ids": tokens, "labels": tokens} if shifts_itself else (tokens, tokens)
-        spec = trace(model, arguments, bucket_bytes=Comm().bucket_bytes, name=options.model_name, device=device)
+        spec = spec_of(built, options.model_name, batch, length=length, device=device)
         return replace(spec, batch=f"{batch}×{length} tokens")
 
     return for_batch

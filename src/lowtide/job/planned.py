@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import ArgumentError, DoesNotFit, Refused
+from lowtide.job.gpt import GPT
 from lowtide.job.models import Built
 from lowtide.job.options import Options
 from lowtide.job.ranks import Member, gather_json
@@ -41,7 +42,7 @@ def plan_job(options: Options, built: Built, stage: Stage, member: Member) -> Pl
     machine = find_machine("this", list(options.disk) or None)
     try:
         plan = make_plan(
-            _spec(built, options.model_name, options.batch_size), machine.hardware, _request(options, stage, member, machine)
+            spec_of(built, options.model_name, options.batch_size), machine.hardware, _request(options, stage, member, machine)
         )
     except (Refused, ArgumentError, DoesNotFit) as error:
         return Planned(plan=None, text=f"There is no plan for {options.model_name}: {error}\n")
@@ -57,7 +58,7 @@ def choose_batch(options: Options, built: Built, stage: Stage, member: Member) -
     mine: dict[str, Any] = {}
     try:
         request = _request(options, stage, member, machine)
-        mine["batch"], _ = best_batch(lambda n: _spec(built, options.model_name, n), machine.hardware, request)
+        mine["batch"], _ = best_batch(lambda n: spec_of(built, options.model_name, n), machine.hardware, request)
     except Refused as error:
         mine["error"] = f"--batch is 'auto', but the model cannot be planned ({error}); give a number."
     first = gather_json(mine, member)[0]
@@ -66,13 +67,18 @@ def choose_batch(options: Options, built: Built, stage: Stage, member: Member) -
     return int(first["batch"])
 
 
-def _spec(built: Built, name: str, batch: int) -> ModelSpec:
+def spec_of(built: Built, name: str, batch: int, *, length: int | None = None, device: str = "cpu") -> ModelSpec:
+    """The facts of a job's model for ``batch`` sequences; nothing is computed."""
     from lowtide.config import Comm
+    from lowtide.spec.repetition import trace_alike
     from lowtide.spec.tracing import trace
 
-    tokens = torch.empty(batch, built.context, dtype=torch.int64, device="meta")
+    tokens = torch.empty(batch, length or built.context, dtype=torch.int64, device="meta")
     arguments: Any = {"input_ids": tokens, "labels": tokens} if built.shifts_itself else (tokens, tokens)
-    return trace(built.model, arguments, bucket_bytes=Comm().bucket_bytes, name=name)
+    how: Any = {"bucket_bytes": Comm().bucket_bytes, "name": name, "device": device}
+    if type(built.model) is GPT:
+        return trace_alike(built.model, arguments, blocks="blocks", **how)
+    return trace(built.model, arguments, **how)
 
 
 def _request(options: Options, stage: Stage, member: Member, machine: Machine) -> Request:

@@ -269,9 +269,7 @@ class Engine(Assembly):
         self._reset_after_failure()
         refuse_unreduced(self.grads.by_param.values())
         if (unit := self.residency.pinned()) is not None:
-            raise errors.Refused(
-                f"optimizer.step() inside gathered() or a forward pass that uses unit {unit.name!r}; leave it first."
-            )
+            raise errors.Refused(f"optimizer.step() inside gathered() or a forward pass of unit {unit.name!r}; leave it first.")
         if self.backward_update is not None:
             return _end_step_in_backward(self, self.backward_update)
         bad_key = self.grad_facts.first_not_finite()
