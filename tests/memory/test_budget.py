@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torch import nn
 import lowtide
 from lowtide.api import engine_of
 from lowtide.errors import DoesNotFit
-from lowtide.runtime.budget import Budget, Meter
+from lowtide.runtime.budget import Budget, Meter, children_by_search, children_of
 from tests.kit import out_of_core  # without a memory number, everything goes to disk
 from tests.kit.tools import missing
 
@@ -156,8 +158,7 @@ def test_what_came_and_went_between_two_moments_is_known_the_next_time() -> None
     """The kernel remembers the highest mark of the process: it shows a peak that no reading met."""
     budget = Budget(1 << 40)
     budget.new_step(tidy=True)
-    highest, resident = Meter().highest()
-    nbytes = highest - resident + 100 * MIB
+    nbytes = Meter().risen() + 100 * MIB
     budget.look("before")
     start = budget.read()
     torch.ones(nbytes // 4)
@@ -202,3 +203,24 @@ def test_what_arenas_take_is_not_expected_again() -> None:
     start = budget.read()
     budget.look("before")
     assert budget.needed - start < kept.nbytes // 4
+
+
+def test_what_workers_and_their_children_have_counts() -> None:
+    """Asked of the kernel, and by a search where it does not say: the same processes."""
+    code = "import subprocess, sys, time; held = bytearray(80 << 20); print('ready', flush=True); time.sleep(60)"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    meter = Meter()
+    meter.look_around()
+    before = meter.children_bytes
+    with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        found = children_of(os.getpid())
+        assert worker.pid in found
+        assert sorted(found) == sorted(children_by_search(os.getpid()))
+        meter.look_around()
+        assert meter.children_bytes - before > 80 * MIB, "the worker's own worker has them"
+        for pid in found:
+            if pid != worker.pid and worker.pid in [p.pid for p in psutil.Process(pid).parents()]:
+                os.kill(pid, signal.SIGKILL)
+    assert children_by_search(worker.pid) == [], "it has ended"

@@ -11,12 +11,15 @@ import ctypes
 import gc
 import os
 import re
+import resource
 import weakref
 from collections.abc import Callable, Hashable
+from pathlib import Path
 
 import psutil
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_ROUNDING = 1 << 20
 _HIGHEST = re.compile(rb"VmHWM:\s+(\d+) kB\s+VmRSS:\s+(\d+) kB")
 
 
@@ -28,15 +31,24 @@ class Meter:
         self.shared_bytes = 0
         self._shared = shared
         self._pid = os.getpid()
+        self._most = self._highest = 0
         # Kept open: a reading then costs 2 us instead of 10, and there are hundreds in a step.
         self._statm, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))
         for descriptor in (self._statm, self._status):
             weakref.finalize(self, os.close, descriptor)
 
-    def highest(self) -> tuple[int, int]:
-        """The most that was ever resident, and what is now; both zero where the kernel does not say."""
+    def risen(self) -> int:
+        """How far the highest mark of this process is above what is resident now, if it has risen since this was asked last."""
+        most = (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )  # quick, but a parent's mark may hide this process's own
+        if most == self._most and self._highest >= most - _ROUNDING:
+            return 0
         found = _HIGHEST.search(os.pread(self._status, 4096, 0))
-        return (int(found[1]) * 1024, int(found[2]) * 1024) if found else (0, 0)
+        highest, resident = (int(found[1]) * 1024, int(found[2]) * 1024) if found else (0, 0)
+        rose = highest > self._highest
+        self._most, self._highest = most, highest
+        return highest - resident if rose else 0
 
     def read(self) -> int:
         """Now."""
@@ -51,12 +63,30 @@ class Meter:
         common, ranks = self._shared()
         self.shared_bytes = max(mapped - common, 0) + common // ranks
         total = 0
-        for child in psutil.Process(self._pid).children(recursive=True):
+        for child in children_of(self._pid):
             try:
-                total += child.memory_full_info().uss
+                total += psutil.Process(child).memory_full_info().uss
             except psutil.Error:  # it has ended, or is not ours to look into: then it is not a worker of ours either
                 continue
         self.children_bytes = total
+
+
+def children_of(pid: int) -> list[int]:
+    """All that descend from ``pid``. Asked of the kernel, which knows; psutil would look at every process of the machine."""
+    try:
+        lists = [Path(f"/proc/{pid}/task/{thread}/children").read_text().split() for thread in os.listdir(f"/proc/{pid}/task")]
+    except FileNotFoundError:  # a thread has ended meanwhile, or the kernel was built without these lists
+        return children_by_search(pid)
+    direct = [int(child) for listed in lists for child in listed]
+    return [*direct, *(further for child in direct for further in children_of(child))]
+
+
+def children_by_search(pid: int) -> list[int]:
+    """The same, the long way."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _malloc_trim() -> Callable[[int], int] | None:
@@ -100,7 +130,6 @@ class Budget:
         self._tidy_at = 0
         self._moment: Hashable = None
         self._at_moment = 0  # bytes in use beside those of arenas
-        self._highest = 0
         self._growth: dict[Hashable, int] = {}  # from a moment to the next, at most
 
     def read(self) -> int:
@@ -114,10 +143,7 @@ class Budget:
         One thread does this: the one that computes."""
         if self.limit is None:
             return
-        used = self._meter.read()
-        highest, resident = self._meter.highest()
-        between = highest - resident if highest > self._highest else 0  # above what is used now
-        self._highest = highest
+        used, between = self._meter.read(), self._meter.risen()
         self.peak = max(self.peak, used + between)
         if self._moment is not None:
             growth = used + between - self._pooled() - self._at_moment
@@ -162,7 +188,7 @@ class Budget:
         self._meter.look_around()
         self.peak = self.needed = self._tidy_at = 0
         self._moment = None
-        self._highest = self._meter.highest()[0]
+        self._meter.risen()
         self.read()
 
     def forget_growth(self) -> None:
