@@ -26,8 +26,8 @@ from lowtide.stages import STAGES, Stage
 _CHUNKS = (8 << 20, 2 << 20)
 _SLOTS = (3, 2)
 _OVERFULL = 1 << 50
-_KEPT_BY_ALLOCATOR = 0.34
-"""Of what a step takes and frees again, with the allocator of glibc: 0.24–0.37 in runs of gpt-98m on one and two ranks, from
+_KEPT_BY_ALLOCATOR = 0.39
+"""Of what a step takes and frees again, with the allocator of glibc: 0.24–0.5 in runs of gpt-98m on one and two ranks, from
 which it was taken: only other models say how good it is."""
 _POLICIES = ("keep", "recompute", "host", "disk")
 
@@ -235,7 +235,7 @@ def _plan(model: ModelSpec, hardware: Hardware, request: Request, candidate: Can
         tiers=tiers,
         phases=_phases(solution),
         predicted_seconds=solution.seconds if model.batch else 0.0,
-        predicted_peak_bytes=_likely_peak(host, candidate) * share.local_ranks,
+        predicted_peak_bytes=_likely_peak(host, candidate, solution) * share.local_ranks,
         traffic_bytes=_traffic(candidate, solution),
     )
 
@@ -252,12 +252,15 @@ def _unit_plan(unit: UnitNeeds, row: tuple[Option, ...], near: Tier) -> UnitPlan
     )
 
 
-def _likely_peak(host: TierPlan, candidate: Candidate) -> int:
+def _likely_peak(host: TierPlan, candidate: Candidate, solution: Solution) -> int:
     """What a rank will be seen to use. A plan must hold, so it counts all of the slack; what is really used on top of what is
     counted is memory that was freed and that the allocator keeps. Near the memory number it is made to give that back."""
     slack = slack_of(host.capacity_bytes)
     units = candidate.problem.units if candidate.near is Tier.HOST else ()
-    freed = sum(u.activations + (0 if candidate.problem.way.gradients_stay else u.gradients) for u in units)
+    freed = 0 if candidate.problem.way.gradients_stay else sum(u.gradients for u in units)
+    for unit, row in zip(units, solution.chosen, strict=False):
+        twice = any(o.kind is Kind.ACTIVATIONS and o.name == "recompute" for o in row)  # in forward, and when computed again
+        freed += unit.activations * (2 if twice else 1)
     most = max(host.capacity_bytes, host.peak_bytes) - slack // 2
     return min(host.peak_bytes - slack + int(_KEPT_BY_ALLOCATOR * freed), most)
 

@@ -311,7 +311,7 @@ class Placer:
         """Two steps have shown how many buffers the update uses: what it leaves is better used for bytes that stay."""
         now, used = self.placement.buffer_bytes, self._memory.buffers.reserved_bytes
         if now is not None:
-            self._use(replace(self.placement, buffer_bytes=min(now, used + 2 * needs.chunk_bytes)))
+            self._use(replace(self.placement, buffer_bytes=min(now, max(used, 2 * needs.chunk_bytes))))
 
     def _move_to(self, placement: Placement, shelves: Shelves) -> None:
         """Move shelf by shelf, and note each move when it is done: an error leaves a table that is true."""
