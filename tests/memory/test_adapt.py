@@ -72,6 +72,19 @@ def test_a_disk_that_is_far_off_is_believed_sooner() -> None:
     assert pass_a_step(store, speed, gigabytes_per_second=0.2) == "the disk gives 0.20 GB/s instead of 1.00"
     said = [pass_a_step(store, speed, gigabytes_per_second=1.0) for _ in range(2)]
     assert said == [None, "the disk gives 1.00 GB/s instead of 0.20"]
+    said = [pass_a_step(store, speed, gigabytes_per_second=r) for r in (0.05, 0.3)]
+    assert said == [None, "the disk gives 0.30 GB/s instead of 1.00"], "of two the one that is less extreme"
+
+
+def test_a_tight_run_finds_its_placement_and_keeps_it(tmp_path: Path) -> None:
+    """An update that is put off has not taken its buffers when the step ends: that is no reason to learn again."""
+    reference, plain = build()
+    model, optimizer = lowtide.shard(*build(), memory=base() + 140 * MIB, disk=tmp_path, update=lowtide.Update("step", 1 << 20))
+    engine, steady = engine_of(model), []
+    for i in range(10):
+        assert step(model, optimizer, i) == step(reference, plain, i)
+        steady.append((engine.placer.steady, engine.due.under_way))
+    assert steady[-5:] == [(True, True)] * 5
 
 
 def test_a_disk_that_had_time_to_idle_is_not_slow() -> None:
@@ -141,7 +154,7 @@ with lowtide.deferred(disk=disk):
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 model, optimizer = lowtide.shard(model, optimizer, memory=memory, disk=disk)
 limit_file = next(f for f in ("memory.limit_in_bytes", "memory.max") if os.path.exists(f"{group}/{f}"))
-losses, limits = [], []
+losses, limits, in_step = [], [], []
 for step in range(12):
     if squeeze and step == 4:
         lowtide.set_memory(model, memory * 3 // 4)
@@ -152,12 +165,13 @@ for step in range(12):
     torch.manual_seed(step)
     tokens = torch.randint(0, 4096, (2, 128))
     loss = model(tokens, tokens)
+    in_step.append(engine_of(model).budget.limit)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
     limits.append(engine_of(model).budget.limit)
-print(json.dumps({"losses": losses, "limits": limits, "said": said}))
+print(json.dumps({"losses": losses, "limits": limits, "in_step": in_step, "said": said}))
 """
 
 
@@ -193,5 +207,6 @@ def test_a_run_that_is_squeezed_lives_on_with_the_same_bits(group: Path, tmp_pat
     assert limits[3] == memory
     assert limits[4] == memory * 3 // 4
     assert limits[-1] < limits[4], "the smaller group was noticed"
+    assert squeezed["in_step"][8] < limits[7], "before the step that would not have survived it"  # type: ignore[operator]
     assert any("the caller allows" in str(line) for line in squeezed["said"])
     assert any("the machine leaves" in str(line) for line in squeezed["said"])

@@ -18,6 +18,7 @@ import lowtide
 from lowtide.api import engine_of
 from lowtide.errors import DoesNotFit
 from lowtide.runtime.budget import Budget, Meter, children_by_search, children_of
+from lowtide.tiers.arena import Arena
 from tests.kit import out_of_core  # without a memory number, everything goes to disk
 from tests.kit.tools import missing
 
@@ -134,10 +135,8 @@ def test_the_heap_is_given_back_when_it_is_asked_for_or_near_the_number() -> Non
     start = budget.read()
 
     def leave_freed() -> None:
-        below = [torch.ones(16 << 10) for _ in range(2048)]  # small enough to lie in the heap, not in mappings of their own
-        above = torch.ones(1 << 10)  # lies above them, or the heap would shrink by itself
-        del below
-        kept.append(above)
+        # Small enough to lie in the heap, not in mappings of their own; some stay, or the heap would shrink by itself.
+        kept.extend([torch.ones(16 << 10) for _ in range(2048)][::64])
 
     kept: list[torch.Tensor] = []
     leave_freed()
@@ -179,7 +178,7 @@ def test_room_is_made_for_what_is_known_to_come() -> None:
     taken = torch.ones(64 << 20)
     budget.look("after")
     del taken
-    budget.limit = budget.read() + 100 * MIB
+    budget.limit = budget.settle() + 100 * MIB
     budget.look("after")
     assert not spared, "nothing comes after it that would not fit"
     budget.look("before")
@@ -192,12 +191,12 @@ def test_room_is_made_for_what_is_known_to_come() -> None:
 
 
 def test_what_arenas_take_is_not_expected_again() -> None:
-    pooled = 0
-    budget = Budget(1 << 40, pooled=lambda: pooled)
+    arena = Arena(torch.device("cpu"), forked=False)
+    budget = Budget(1 << 40, pools=[arena])
     budget.new_step(tidy=True)
     budget.look("before")
-    kept = torch.ones(64 << 20)
-    pooled = kept.nbytes
+    kept = arena.take(256 * MIB)
+    kept.tensor.fill_(1)
     budget.look("after")
     budget.new_step(tidy=True)
     start = budget.read()
@@ -224,3 +223,72 @@ def test_what_workers_and_their_children_have_counts() -> None:
             if pid != worker.pid and worker.pid in [p.pid for p in psutil.Process(pid).parents()]:
                 os.kill(pid, signal.SIGKILL)
     assert children_by_search(worker.pid) == [], "it has ended"
+
+
+def grown(budget: Budget, moment: str, nbytes: int) -> None:
+    """Let ``budget`` see that so much is taken after ``moment``."""
+    budget.look(moment)
+    taken = torch.ones(nbytes // 4)
+    budget.look(None)
+    del taken
+
+
+def test_room_is_made_again_only_for_more_than_was_made_before() -> None:
+    spared: list[int] = []
+    budget = Budget(1 << 40, spare=lambda: spared.append(1))
+    budget.new_step(tidy=True)
+    grown(budget, "little", 64 * MIB)
+    grown(budget, "much", 256 * MIB)
+    budget.margin = 8 * MIB
+    budget.limit = budget.settle() + 50 * MIB
+    budget.look("little")
+    assert len(spared) == 1
+    budget.look("little")
+    assert len(spared) == 1, "nothing has changed since"
+    budget.look("much")
+    assert len(spared) == 2, "more is to come than room was made for"
+
+
+def test_what_a_loop_does_between_passes_is_not_expected_again(tmp_path: Path) -> None:
+    """Evaluation, and then something large, a checkpoint or a metric."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(5)])
+    model, optimizer = lowtide.shard(model, torch.optim.AdamW(model.parameters()), memory="4GiB", disk=str(tmp_path))
+    budget = engine_of(model).budget
+    for _ in range(4):
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(2, 64))
+        held = torch.ones(300 * MIB // 4)
+        model(torch.ones(2, 64))  # and a pass whose result nobody uses
+        more = torch.ones(300 * MIB // 4)
+        loss = model(torch.ones(2, 64)).sum()
+        del held, more
+        loss.backward()
+        optimizer.zero_grad()
+    optimizer.step()
+    start = budget.read()
+    model(torch.ones(2, 64)).sum().backward()
+    assert budget.needed - start < 200 * MIB
+
+
+def test_buffers_of_an_update_that_was_put_off_take_what_activations_leave(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = lowtide.shard(model, optimizer, memory="2GiB", disk=str(tmp_path), update="step")
+    engine = engine_of(model)
+    placer, buffers, needs = engine.placer, engine.memory.buffers, engine.placer._needs
+    planned = placer.placement.buffer_bytes
+    assert needs is not None
+    assert planned is not None
+    assert planned > 2 * needs.chunk_bytes
+    placer.buffers_within_room()
+    assert buffers.capacity == planned, "there is room"
+    engine.budget.limit = engine.budget.read()
+    placer.buffers_within_room()
+    assert buffers.capacity == 2 * needs.chunk_bytes, "an update can always go on"
+    placer.buffers_as_planned()
+    assert buffers.capacity == planned

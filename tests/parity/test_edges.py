@@ -296,3 +296,45 @@ def test_negative_views_of_parameters() -> None:
     model(x[1]).sum().backward()
     assert torch.equal(x[0].grad, x[1].grad)
     assert torch.equal(plain.w.grad, model.w.grad.full_tensor())
+
+
+class TiedHead(nn.Module):
+    """A module whose only parameters are another module's: it has no unit of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.embedding.weight.T
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 24)
+        self.block = Block()
+        self.head = TiedHead(self.embedding)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.block(self.embedding(tokens)))
+
+
+@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 0, "memory": "4GiB"}, {"memory": "4GiB", "disk": "."}])
+def test_a_module_that_only_borrows_parameters(options: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    losses = []
+    for way in (None, options):
+        torch.manual_seed(0)
+        model: nn.Module = Tied()
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if way is not None:
+            model, optimizer = lowtide.shard(model, optimizer, comm=SEPARATE, **way)
+        for step in range(5):
+            tokens = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(step))
+            loss = model(tokens).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:5] == losses[5:]

@@ -330,3 +330,17 @@ def test_a_forked_process_is_refused_and_disturbs_nothing(queue: IOQueue, gate: 
     ticket.wait()
     queue.drain()
     assert seen == ["x"]
+
+
+def test_a_disk_that_never_rests_is_seen_to_work(gate: Gate) -> None:
+    """What is busy counts when a request ends, also while others run on."""
+    traffic = Traffic()
+    queue = IOQueue(2, traffic=traffic, deadline=30)
+    queue.submit(1, "long", Priority.NOW, gate)
+    assert gate.started.wait(30)
+    time.sleep(0.05)
+    queue.submit(2, "short", Priority.NOW, lambda: None).wait()
+    queue.submit(3, "short", Priority.NOW, lambda: None).wait()  # the one before is over for certain
+    assert traffic.busy_seconds >= 0.05
+    gate.open()
+    queue.close()

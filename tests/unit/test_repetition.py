@@ -51,3 +51,18 @@ def test_blocks_that_are_few_or_small_are_all_traced(layers: int) -> None:
     for bucket_bytes in (0, MIB):
         facts = trace_alike(model, batch, blocks="blocks", bucket_bytes=bucket_bytes)
         assert facts == trace(model, batch, bucket_bytes=bucket_bytes)
+
+
+def test_a_block_that_is_another_one_is_traced() -> None:
+    model, batch = built(Shape(layers=6, width=64, heads=2, tokens=64, context=16), 2)
+    model.blocks[3].requires_grad_(False)
+    facts = trace_alike(model, batch, blocks="blocks", bucket_bytes=0)
+    assert facts == trace(model, batch, bucket_bytes=0)
+    assert [u.trained_numel == 0 for u in facts.units if u.name.startswith("blocks.")] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]

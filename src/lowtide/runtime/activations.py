@@ -33,6 +33,7 @@ class Activations:
         if store is not None:
             in_flight = _IN_FLIGHT if budget.limit is None else min(_IN_FLIGHT, budget.limit // 32)
             spill = Spill(store, in_flight_bytes=in_flight, should_spill=lambda _: placer.guard.should_spill())
+            budget.pools.append(spill.arena)
         self.saved = SavedViews(residency, needed, spill=spill, stays=self._stays_in_memory)
         self._recompute: Recompute | None = None
         self._unit_of: dict[nn.Module, Unit] = {}
@@ -55,6 +56,7 @@ class Activations:
     def enter_model(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
         """The model's forward begins."""
         if self.handled:
+            self._budget.skip()  # what the loop did between two passes
             self._placer.guard.enter_model(sum(t.numel() for t in inputs))
             residents = [*model.buffers(), *(p for p in model.parameters() if type(p) is nn.Parameter)]
             self._residents = {t.untyped_storage().data_ptr() for t in residents}
@@ -67,13 +69,18 @@ class Activations:
     def enter(self, units: Sequence[Unit]) -> None:
         """A module that needs ``units`` begins."""
         self.saved.enter(units)
-        self._budget.look(("begins", units[0].index, backward_under_way() is not None))
+        self._budget.look(_moment("begins", units))
 
     def leave(self, units: Sequence[Unit]) -> None:
         """That module is done."""
         self.saved.leave()
         self._placer.guard.outside_units()
-        self._budget.look(("ends", units[0].index, backward_under_way() is not None))
+        self._budget.look(_moment("ends", units))
 
     def _stays_in_memory(self, address: int) -> bool:
         return address in self._residents
+
+
+def _moment(what: str, units: Sequence[Unit]) -> tuple[str, int | None, bool]:
+    """A module that only calls others has no unit of its own."""
+    return what, units[0].index if units else None, backward_under_way() is not None

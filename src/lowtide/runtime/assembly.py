@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +38,6 @@ from lowtide.runtime.update import Update
 from lowtide.runtime.usage import Usage
 from lowtide.spec.limits import default_budget
 from lowtide.spec.units import UnitSpec
-from lowtide.tiers.arena import Arena
 from lowtide.tiers.device import Memory
 from lowtide.tiers.disk import DiskStore, Folder
 from lowtide.tiers.host import HostStore
@@ -122,7 +120,7 @@ class Assembly:
         self.activations = Activations(
             self.residency, self.placer, self.budget, self._spill_store(), needed=self.needed_in_backward
         )
-        self.due = DueUpdate(self.grads, self.residency, self.update)
+        self.due = DueUpdate(self.grads, self.residency, self.update, self.placer)
         self.backward_update: BackwardUpdate | None = None
         if config.update.in_backward:
             self.backward_update = BackwardUpdate(self.grads, self.residency, self.update, self.activations.saved)
@@ -189,7 +187,7 @@ class Assembly:
         return Budget(
             None if limit is None else limit // self.local_ranks,
             shared=self.group.shared_memory,
-            pooled=functools.partial(_taken, self.arena, self.buffers_arena),
+            pools=[a for a in self.memory.passed_through if a.device.type == "cpu"],
             spare=self.buffers_arena.trim,
         )
 
@@ -248,11 +246,6 @@ class Assembly:
             activations=self.placer.describe_activations(),
             update=self.config.update.when,
         )
-
-
-def _taken(*arenas: Arena) -> int:
-    """Host memory that arenas have."""
-    return sum(arena.reserved_bytes for arena in arenas if arena.device.type == "cpu")
 
 
 def _share_of_disk(config: Config, ranks: int) -> Config:

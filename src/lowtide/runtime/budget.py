@@ -13,8 +13,9 @@ import os
 import re
 import resource
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -35,7 +36,7 @@ class Meter:
         # Kept open: a reading then costs 2 us instead of 10, and there are hundreds in a step.
         self._statm, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))
         for descriptor in (self._statm, self._status):
-            weakref.finalize(self, os.close, descriptor)
+            weakref.finalize(self, os.close, descriptor).atexit = False
 
     def risen(self) -> int:
         """How far the highest mark of this process is above what is resident now, if it has risen since this was asked last."""
@@ -75,7 +76,7 @@ def children_of(pid: int) -> list[int]:
     """All that descend from ``pid``. Asked of the kernel, which knows; psutil would look at every process of the machine."""
     try:
         lists = [Path(f"/proc/{pid}/task/{thread}/children").read_text().split() for thread in os.listdir(f"/proc/{pid}/task")]
-    except FileNotFoundError:  # a thread has ended meanwhile, or the kernel was built without these lists
+    except OSError:  # a thread has ended meanwhile, or the kernel does not show these lists
         return children_by_search(pid)
     direct = [int(child) for listed in lists for child in listed]
     return [*direct, *(further for child in direct for further in children_of(child))]
@@ -105,6 +106,12 @@ def give_back() -> None:
         _trim(0)
 
 
+class Pool(Protocol):
+    """An arena, as far as a budget looks at it."""
+
+    reserved_bytes: int
+
+
 class Budget:
     """One number per rank, and the peak against it."""
 
@@ -113,11 +120,11 @@ class Budget:
         limit: int | None,
         *,
         shared: Callable[[], tuple[int, int]] = lambda: (0, 1),
-        pooled: Callable[[], int] = lambda: 0,
+        pools: Iterable[Pool] = (),
         spare: Callable[[], None] = lambda: None,
     ) -> None:
-        """``shared``: bytes that ranks of this host hold together, and how many they are. ``pooled``: bytes that arenas have
-        taken; they take them once, so that growth says nothing about later steps. ``spare`` lets go of those that are free."""
+        """``shared``: bytes that ranks of this host hold together, and how many they are. ``pools``: memory that is
+        taken once and used again: its growth says nothing about later steps. ``spare`` lets go of what is free there."""
         self.limit = limit
         self.margin = 0
         """So near to the limit the allocator is asked to give back what it keeps."""
@@ -125,9 +132,11 @@ class Budget:
         """The most that was used in this step, freed memory that the allocator keeps included."""
         self.needed = 0
         """The most that this step would have used if the allocator kept nothing."""
+        self.larger = 1.0
+        """How many times larger the batch is than those of which growth is known."""
         self._meter = Meter(shared)
-        self._pooled, self._spare = pooled, spare
-        self._tidy_at = 0
+        self.pools, self._spare = list(pools), spare
+        self._tidied = 0, 0  # what was used after the last tidying up, and with what was to come
         self._moment: Hashable = None
         self._at_moment = 0  # bytes in use beside those of arenas
         self._growth: dict[Hashable, int] = {}  # from a moment to the next, at most
@@ -149,10 +158,27 @@ class Budget:
             growth = used + between - self._pooled() - self._at_moment
             self._growth[self._moment] = max(self._growth.get(self._moment, 0), growth)
             self.needed = max(self.needed, used + between)
-        coming = self._growth.get(moment, 0)
+        coming = self._coming(moment)
         used = self._used(coming)
         self.needed = max(self.needed, used + coming)
         self._moment, self._at_moment = moment, used - self._pooled()
+
+    def _coming(self, moment: Hashable) -> int:
+        """What will be taken from ``moment`` to the next one, by what is known."""
+        return int(self._growth.get(moment, 0) * self.larger)
+
+    def _pooled(self) -> int:
+        return sum(pool.reserved_bytes for pool in self.pools)
+
+    def skip(self) -> None:
+        """What happens from the last moment to the next one is no part of a step."""
+        self._moment = None
+
+    def room(self) -> int | None:
+        """Bytes that may be taken now beside what is known to come before the next moment; None if there is no limit."""
+        if self.limit is None:
+            return None
+        return self.limit - self.margin - self._meter.read() - self._coming(self._moment)
 
     def make_room(self, nbytes: int) -> None:
         """So much is about to be taken with no reading in between: if it would not fit, what was freed is given back first."""
@@ -163,16 +189,21 @@ class Budget:
         """Bytes in use now; what was freed is given back if ``coming`` more would be too near to the limit."""
         used = self._meter.read()
         self.peak = max(self.peak, used)
-        if self.limit is not None and used + coming > self.limit - self.margin and used > self._tidy_at:
-            used = self._tidy(self.limit, coming)
+        if self.limit is not None and used + coming > self.limit - self.margin:
+            # Not again before memory has grown, or more is needed than there was with nothing left to give back.
+            more = used - self._tidied[0], used + coming - self._tidied[1]
+            if max(more) > self.margin // 8:
+                used = self._tidy(self.limit, coming)
         return used
 
     def _tidy(self, limit: int, coming: int) -> int:
+        before = self._meter.read() - self._pooled()
         give_back()
         if self._meter.read() + coming > limit - self.margin:
             self._spare()
         used = self._meter.read()
-        self._tidy_at = used + self.margin // 8  # not again before there can be something to give back
+        self._at_moment -= max(0, before - (used - self._pooled()))  # it was there at the moment, and is no part of the growth
+        self._tidied = used, used + coming
         return used
 
     def left(self) -> int | None:
@@ -186,14 +217,19 @@ class Budget:
         if tidy or (self.limit is not None and self.peak > self.limit - self.margin):
             give_back()
         self._meter.look_around()
-        self.peak = self.needed = self._tidy_at = 0
+        self.peak = self.needed = 0
+        self._tidied = 0, 0
         self._moment = None
         self._meter.risen()
         self.read()
 
-    def forget_growth(self) -> None:
-        """What follows each moment is learned anew: the first step takes what later ones have."""
-        self._growth.clear()
+    def forget_growth(self, units: Container[int] | None = None) -> None:
+        """What follows the moments of ``units`` (None: of all) is learned anew: they take other memory from now on."""
+        self._growth = {m: n for m, n in self._growth.items() if units is not None and not _is_of(units, m)}
+
+    def look_around(self) -> None:
+        """Count again what is looked at more rarely: shared memory, and what other processes of this one have."""
+        self._meter.look_around()
 
     def settle(self) -> int:
         """What the process uses when it is at rest."""
@@ -201,3 +237,7 @@ class Budget:
         give_back()
         self._meter.look_around()
         return self.read()
+
+
+def _is_of(units: Container[int], moment: Hashable) -> bool:
+    return isinstance(moment, tuple) and moment[0] in ("begins", "ends") and moment[1] in units

@@ -6,6 +6,7 @@ and memory when what the machine leaves is below what the job may use.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from lowtide.config import DiskFolder
@@ -57,7 +58,7 @@ class DiskSpeed:
         far = sum(s < 1 / _FAR_OFF_BY or s > _FAR_OFF_BY for s in self._off[-_FAR_IN_A_ROW:])
         if len(self._off) < _IN_A_ROW and far < _FAR_IN_A_ROW:
             return None
-        factor = sorted(self._off)[len(self._off) // 2]
+        factor = sorted(self._off, key=lambda s: abs(math.log(s)))[(len(self._off) - 1) // 2]
         self._off = []
         old = (read + written) / planned
         self.rates = replace(self.rates, disk_read=self.rates.disk_read / factor, disk_write=self.rates.disk_write / factor)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lowtide.runtime.chunked_step import ChunkedStep
 from lowtide.runtime.grads import Grads
+from lowtide.runtime.placer import Placer
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.update import Update
@@ -24,8 +25,8 @@ from lowtide.runtime.update import Update
 class DueUpdate:
     """The units that are still to be updated, if any."""
 
-    def __init__(self, grads: Grads, residency: Residency, update: Update) -> None:
-        self._grads, self._residency, self._update = grads, residency, update
+    def __init__(self, grads: Grads, residency: Residency, update: Update, placer: Placer) -> None:
+        self._grads, self._residency, self._update, self._placer = grads, residency, update, placer
         self._step: ChunkedStep | None = None
         self._pending: dict[Unit, frozenset[int]] = {}  # indices of the parameters that have a gradient
 
@@ -51,6 +52,7 @@ class DueUpdate:
         present = self._pending.get(unit)
         if present is None or self._step is None:
             return
+        self._placer.buffers_within_room()
         with self._residency.holding(unit):
             if not self._residency.home(unit).in_memory:
                 self._residency.whole(unit)
@@ -60,6 +62,7 @@ class DueUpdate:
         if not self._pending:
             self._step.finish()
             self._step = None
+            self._placer.buffers_as_planned()
 
     @property
     def under_way(self) -> bool:
@@ -70,4 +73,5 @@ class DueUpdate:
         """Parameters and states are about to be replaced."""
         self._pending.clear()
         self._step = None
+        self._placer.buffers_as_planned()
         self._update.forget_expected()

@@ -94,7 +94,7 @@ class Engine(Assembly):
         if self._depth == 0 and backward_under_way() is None:
             self.buffers.after_forward(sync=self.grads.sync)
             self._release_demanded()
-            self.budget.look("end of forward")
+            self.budget.look("end of forward" if torch.is_grad_enabled() else None)
         if not torch.is_grad_enabled():
             return output
         if self._depth == 0:

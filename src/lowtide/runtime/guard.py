@@ -44,6 +44,7 @@ class ActivationGuard:
     def enter_model(self, elements: int) -> None:
         """A forward pass begins with so many elements of input."""
         self._elements = elements if torch.is_grad_enabled() else 0
+        self._budget.larger = self._growth
         self._budget.read()
 
     def should_recompute(self, unit: Unit) -> bool:

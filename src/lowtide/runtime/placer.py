@@ -167,6 +167,7 @@ class Placer:
         needs = self._needs
         states = sum(u.optimizer for u in needs.units) if needs is not None and not needs.has_disk and not self.forecast else 0
         self._budget.make_room(self._unused_room() + states)
+        self._budget.look("update")
 
     def after_step(self, saved: SavedViews, shelves: Shelves, *, put_off: bool) -> None:
         """Learn from the step, and move what should live elsewhere. ``put_off``: its update comes with the next forward pass,
@@ -181,7 +182,7 @@ class Placer:
             self._budget.forget_growth()
         if self._to_learn == _LEARNING_STEPS - 1:
             self._fit_buffers(self._needs)
-        self._budget.read()
+        self._budget.look(None)
         stay, shelves.grads.kept_in_forward = shelves.grads.kept_in_forward, None
         peak = self._budget.needed + (0 if put_off else self._unused_room())
         peak = self._learn(self._needs, peak, forward, backward, stay=stay)
@@ -190,6 +191,7 @@ class Placer:
             self._place_anew(self._needs, why, peak, shelves)
         self._to_learn = max(0, self._to_learn - 1)
         self._began_tidy = not self.steady
+        self._memory.buffers.most_bytes = self._memory.buffers.reserved_bytes
         self._budget.new_step(tidy=self._began_tidy)
 
     def apply_now(self, shelves: Shelves) -> None:
@@ -204,10 +206,15 @@ class Placer:
         several ranks that waits for the end of a step, the only place where all are sure to meet."""
         if self._needs is None or self.forecast is None or not self.guard.alone:
             return
-        allowed = memory_allowed(self._needs.budget, self._budget.read(), ranks=1)
-        if self._needs.budget - allowed > _NOISE * self._needs.budget:
-            why = _leaves(allowed, self._needs.budget)
-            self._place_between_steps(self._needs, allowed, why, self.forecast, shelves)
+        if self._needs.budget - self._allowed(self._needs) > _NOISE * self._needs.budget:
+            self._budget.look_around()  # loader workers may have been started since the last step
+            if self._needs.budget - (allowed := self._allowed(self._needs)) > _NOISE * self._needs.budget:
+                why = _leaves(allowed, self._needs.budget)
+                self._place_between_steps(self._needs, allowed, why, self.forecast, shelves)
+
+    def _allowed(self, needs: Needs) -> int:
+        """What this rank may use by its own reading of the limits."""
+        return max(memory_allowed(needs.budget, self._budget.read(), ranks=self._local_ranks), self._least_limit)
 
     def _place_between_steps(self, needs: Needs, limit: int, why: str, forecast: Forecast, shelves: Shelves) -> None:
         peak = max(forecast.peak_bytes, self._budget.read())
@@ -251,9 +258,13 @@ class Placer:
             return None
         return "" if self._to_learn else None
 
+    @property
+    def _least_limit(self) -> int:
+        return self._base + slack_of(self._base)
+
     def _limited(self, needs: Needs, limit: int) -> Needs:
         """Hold another limit from now on, but never less than what the process has without a model."""
-        limit = max(limit, self._base + slack_of(self._base))
+        limit = max(limit, self._least_limit)
         needs = replace(needs, budget=limit)
         self._use_needs(needs)
         self._budget.limit = limit
@@ -270,7 +281,9 @@ class Placer:
             self._use_needs(needs)
         placement, self.forecast = after_measuring(needs, peak, self.placement, self._policies)
         placement = self._as_rank_0(placement)
-        changed = sum(old != new for old, new in zip(self.placement.units, placement.units, strict=True))
+        pairs = list(zip(self.placement.units, placement.units, strict=True))
+        changed = sum(old != new for old, new in pairs)
+        self._budget.forget_growth({i for i, (old, new) in enumerate(pairs) if old.activations != new.activations})
         if why:
             _log.info("%s: %d of %d units are placed anew", why, changed, len(self._units))
         self._trim_arenas()  # what the old placement needed of them, this one may not, and bytes that move need room
@@ -303,13 +316,23 @@ class Placer:
         arenas = (self._memory.slots, self._memory.buffers)
         return sum(max(0, a.capacity - a.reserved_bytes) for a in arenas if a.capacity is not None)
 
+    def buffers_within_room(self) -> None:
+        """Updates that were put off run beside activations: their buffers take what those leave, two chunks at least."""
+        room, planned, buffers = self._budget.room(), self.placement.buffer_bytes, self._memory.buffers
+        if room is not None and planned is not None and self._needs is not None:
+            buffers.capacity = min(planned, max(2 * self._needs.chunk_bytes, buffers.reserved_bytes + room))
+
+    def buffers_as_planned(self) -> None:
+        """Nothing is put off any more."""
+        self._memory.buffers.capacity = self.placement.buffer_bytes
+
     def _trim_arenas(self) -> None:
         self._memory.slots.trim()
         self._memory.buffers.trim()
 
     def _fit_buffers(self, needs: Needs) -> None:
         """Two steps have shown how many buffers the update uses: what it leaves is better used for bytes that stay."""
-        now, used = self.placement.buffer_bytes, self._memory.buffers.reserved_bytes
+        now, used = self.placement.buffer_bytes, self._memory.buffers.most_bytes
         if now is not None:
             self._use(replace(self.placement, buffer_bytes=min(now, max(used, 2 * needs.chunk_bytes))))
 

@@ -20,12 +20,22 @@ _TRACED = 4
 """The first, two of the middle and the last: what lies before and behind a block shows in what it holds for a moment."""
 
 
+def _alike(blocks: nn.ModuleList) -> bool:
+    """Whether nothing that can be seen makes one of them another thing (a part that was frozen, a layer that was replaced)."""
+    first, *others = ([(type(m), m.training) for m in b.modules()] + [_kind(p) for p in b.parameters()] for b in blocks)
+    return all(other == first for other in others)
+
+
+def _kind(p: nn.Parameter) -> tuple[Any, ...]:
+    return p.shape, p.dtype, p.requires_grad
+
+
 def trace_alike(model: nn.Module, batch: Any, *, blocks: str, bucket_bytes: int, **options: Any) -> ModelSpec:
     """What ``trace`` says of ``model``, whose child ``blocks`` is a list of modules that differ in their values only."""
     every = getattr(model, blocks)
     deep = {f"{blocks}.{i}" for i in range(len(every))}
     names = [spec.name for spec in find_units(model, None, bucket_bytes=bucket_bytes)]
-    if len(every) <= _TRACED or not deep.issubset(names):  # few, or several of them are one unit
+    if len(every) <= _TRACED or not deep.issubset(names) or not _alike(every):  # few, or several of them are one unit
         return trace(model, batch, bucket_bytes=bucket_bytes, **options)
     shallow = copy.copy(model)
     vars(shallow)["_modules"] = dict(vars(model)["_modules"])

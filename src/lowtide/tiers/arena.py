@@ -88,6 +88,8 @@ class Arena:
         self.capacity = capacity
         self.taken_bytes = 0
         self.reserved_bytes = 0
+        self.most_bytes = 0
+        """The most that was reserved since somebody set this back."""
         self.takes = 0
         """Blocks handed out so far."""
         self.fresh = 0
@@ -110,6 +112,7 @@ class Arena:
             if block is None:
                 block = Block(nbytes, self)
                 self.reserved_bytes += block.nbytes
+                self.most_bytes = max(self.most_bytes, self.reserved_bytes)
                 self.fresh += 1
             else:
                 self._free.remove(block)

@@ -166,6 +166,11 @@ class Memory:
         staging = Arena(host, forked=False) if device.separate else slots
         return cls(device, Arena(host, forked=True), slots, Arena(host, forked=False), staging)
 
+    @property
+    def passed_through(self) -> list[Arena]:
+        """All but the homes."""
+        return [self.slots, self.buffers] + ([self.staging] if self.staging is not self.slots else [])
+
     def fill_slot(self, home: Shelf, into: Tensor, priority: Priority) -> list[IOTicket]:
         """Start bringing a unit's home to where compute reads it. A home in the same memory is left to the caller."""
         if home.block is not None:
