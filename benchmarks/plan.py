@@ -114,18 +114,28 @@ def probe_here(folder: str, *, quick: bool) -> Any:
 def run(chosen: argparse.Namespace, command: str) -> dict[str, Any]:
     began = datetime.now(timezone.utc)
     folder = tempfile.mkdtemp(prefix="lowtide-plan-", dir=chosen.spool)
-    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "benchmark": "plan",
+        "date": began.isoformat(timespec="seconds"),
+        "command": command,
+        "lowtide_source_sha256": source_digest(),
+        "machine": machine.facts(),
+        "hardware": {},
+        "quick": chosen.quick,
+        "rows": [],
+    }
     try:
-        probe: dict[str, Any] = {}
-        probed = ""
         for case in cases(quick=chosen.quick):
-            if chosen.only and case.group not in chosen.only.split(","):
+            if (chosen.only and case.group not in chosen.only.split(",")) or chosen.match not in case.name:
                 continue
-            if case.group != probed:  # a shared machine is another one after an hour
-                probe[case.group], probed = probe_here(folder, quick=chosen.quick), case.group
+            if case.group not in result["hardware"]:  # a shared machine is another one after an hour
+                result["hardware"][case.group] = probe_here(folder, quick=chosen.quick)["hardware"]
             machine.wait_for_quiet(share=QUIET_SHARE, at_most_seconds=chosen.wait)
             row = {"name": case.name, **asdict(case), **run_case(case, folder, chosen.steps)}
-            rows.append(row)
+            result["rows"].append(row)
+            result["took_seconds"] = round((datetime.now(timezone.utc) - began).total_seconds(), 1)
+            if chosen.out is not None:  # a run that is stopped keeps what it has
+                chosen.out.write_text(json.dumps(result, indent=1) + "\n")
             said = (
                 f"{row['seconds_ratio']:.3f} of the seconds, {row['peak_ratio']:.3f} of the peak"
                 if row.get("peak_ratio")
@@ -134,22 +144,13 @@ def run(chosen: argparse.Namespace, command: str) -> dict[str, Any]:
             print(f"{case.name}: predicted {said}", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return {
-        "benchmark": "plan",
-        "date": began.isoformat(timespec="seconds"),
-        "command": command,
-        "took_seconds": round((datetime.now(timezone.utc) - began).total_seconds(), 1),
-        "lowtide_source_sha256": source_digest(),
-        "machine": machine.facts(),
-        "hardware": {group: found["hardware"] for group, found in probe.items()},
-        "quick": chosen.quick,
-        "rows": rows,
-    }
+    return result
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="groups, comma separated: gpt-98m, gpt-705m, ranks")
+    parser.add_argument("--match", default="", help="only cases whose name has this in it: '2GiB step'")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of every case")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for a quiet machine before each case")
     parser.add_argument("--spool", type=Path, default=None, help="where a folder for the disk tier is made")
@@ -166,11 +167,8 @@ def main() -> None:
         print(markdown(json.loads(chosen.markdown.read_text())))
         return
     result = run(chosen, shlex.join(["python", "benchmarks/plan.py", *sys.argv[1:]]))
-    text = json.dumps(result, indent=1)
-    if chosen.out is not None:
-        chosen.out.write_text(text + "\n")
-    else:
-        print(text)
+    if chosen.out is None:
+        print(json.dumps(result, indent=1))
     if chosen.plot is not None:
         plot(result, chosen.plot)
 
