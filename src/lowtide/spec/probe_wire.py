@@ -109,7 +109,7 @@ def _gather_seconds(group: Any, nbytes: int, repeats: int) -> float:
     import torch
     import torch.distributed as dist
 
-    parts = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(_RANKS)]
+    parts = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(_RANKS)]
 
     def gather() -> None:
         works: list[Any] = []
