@@ -67,6 +67,17 @@ def test_every_schedule_holds_and_moves_what_the_plan_says(name: str) -> None:
     assert (plan.placement == "streamed") == bool(moved)
 
 
+def test_an_update_apart_reads_by_chunks_and_takes_no_slot() -> None:
+    """With a device of its own all units are updated after backward, on the host: more of them than there are slots."""
+    hardware = load("h100-80g")
+    request = Request(memory_bytes=int(1.4 * GIB), device_memory_bytes=int(1.4 * GIB))
+    plan = make_plan(model(), hardware, request)
+    assert plan.update_in == "update"
+    assert sum(unit.parameters == "disk" for unit in plan.units) > plan.slots
+    chosen = next(c for c in candidates(model(), hardware, request) if c.stage.number == plan.stage)
+    assert verify(plan, chosen.problem.units, schedule(plan))
+
+
 def test_the_null_store_counts_the_same_bytes() -> None:
     plan, events, sizes = planned("backward")
     store, buffer = NullStore(), torch.empty(1 << 29, dtype=torch.uint8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lowtide.errors import InternalError
-from lowtide.planning.options import Kind, UnitNeeds
+from lowtide.planning.options import Kind, Phase, UnitNeeds
 from lowtide.planning.plan import Plan, UnitPlan
 from lowtide.planning.schedule import COLLECTIVES, Event, Verb
 from lowtide.stages import STAGES
@@ -94,7 +94,7 @@ class _Walk:
         if event.kind is not Kind.ACTIVATIONS and getattr(self._unit(event), event.kind.value) != "disk":
             self._fail(event.unit, f"it reads {event.kind.value} that are not on disk")
         self._read.add((event.unit, event.kind))
-        if event.kind is Kind.PARAMETERS and not self._gathers:
+        if event.kind is Kind.PARAMETERS and not self._gathers and event.phase is not Phase.UPDATE:  # that one reads by chunks
             self._take_slot(event.unit)
 
     def _gathered(self, event: Event) -> None:
