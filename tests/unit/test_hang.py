@@ -89,13 +89,23 @@ def wait_here(event: threading.Event) -> None:
     event.wait()
 
 
+def stacks_once_all_wait() -> str:
+    """A thread that was just started may not have come to its wait yet: ask until all of them are there."""
+    until = time.monotonic() + 20
+    while True:
+        stacks = stacks_here()
+        if ("asking.join()" in stacks and "wait_here: event.wait()" in stacks) or time.monotonic() > until:
+            return stacks
+        time.sleep(0.01)
+
+
 def test_stacks_show_other_threads_in_full_and_ours_in_one_line() -> None:
     event = threading.Event()
     threads = [threading.Thread(target=wait_here, args=(event,), name=name) for name in ("theirs", "lowtide-gather")]
     for thread in threads:
         thread.start()
     found: list[str] = []
-    asking = threading.Thread(target=lambda: found.append(stacks_here()), name="lowtide-hang")
+    asking = threading.Thread(target=lambda: found.append(stacks_once_all_wait()), name="lowtide-hang")
     asking.start()
     asking.join()
     event.set()
