@@ -48,7 +48,9 @@ def gpt2() -> nn.Module:
 @_language()
 def gpt2_checkpointing() -> nn.Module:
     model = _gpt2()
-    model.gradient_checkpointing_enable()
+    # Its name changed within transformers 5.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
     return model
 
 

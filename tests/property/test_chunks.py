@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lowtide.config import Partition
@@ -37,8 +37,17 @@ def shards(draw: st.DrawFn) -> tuple[UnitLayout, tuple[int, int]]:
 sizes = st.integers(ALIGNMENT, 20 * ALIGNMENT)
 
 
+def rows_of_a_narrow_type_before_a_wide_one() -> tuple[UnitLayout, tuple[int, int]]:
+    """A rank's part that begins inside the first, where 64 elements are not yet 64 of the second."""
+    shapes = (26, 48, 89), (10, 32, 39), (29, 38, 46)
+    built = [ParamShape(shape, contiguous(shape), size) for shape, size in zip(shapes, (1, 1, 2), strict=True)]
+    layout = lay_out(built, Partition("row"), 4, align=ALIGNMENT)
+    return layout, (layout.cuts[2], layout.cuts[3])
+
+
 @settings(deadline=None)
 @given(shards(), sizes, st.booleans())
+@example(rows_of_a_narrow_type_before_a_wide_one(), ALIGNMENT, False)
 def test_chunks_tile_the_shard(shard: tuple[UnitLayout, tuple[int, int]], chunk_bytes: int, whole: bool) -> None:
     layout, (first, end) = shard
     chunks = cut_into_chunks(layout, (first, end), chunk_bytes=chunk_bytes, whole=whole)

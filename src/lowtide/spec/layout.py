@@ -68,7 +68,8 @@ class UnitLayout:
 
 def lay_out(params: Sequence[ParamShape], partition: Partition, ranks: int, *, align: int = 1) -> UnitLayout:
     """Place ``params`` one after another and cut the result between ``ranks``; both at multiples of ``align`` bytes."""
-    granule = math.lcm(CUT_NUMEL * max((p.itemsize for p in params), default=1), align)
+    width = CUT_NUMEL * max((p.itemsize for p in params), default=1)
+    granule = math.lcm(width, align)
     offsets: list[int] = []
     end = 0
     for param in params:
@@ -81,11 +82,13 @@ def lay_out(params: Sequence[ParamShape], partition: Partition, ranks: int, *, a
     cuts = [0]
     for rank in range(1, ranks):
         target = end * sum(shares[:rank]) / sum(shares)
-        cuts.append(max(cuts[-1], _nearest_cut(target, params, offsets, end, partition.by, granule)))
+        cuts.append(max(cuts[-1], _nearest_cut(target, params, offsets, end, partition.by, granule, width)))
     return UnitLayout(tuple(params), tuple(offsets), end, (*cuts, end))
 
 
-def _nearest_cut(target: float, params: Sequence[ParamShape], offsets: Sequence[int], end: int, by: str, granule: int) -> int:
+def _nearest_cut(
+    target: float, params: Sequence[ParamShape], offsets: Sequence[int], end: int, by: str, granule: int, width: int
+) -> int:
     """The allowed cut nearest to ``target`` bytes."""
     candidates = {0, end}
     for param, offset, following in zip(params, offsets, [*offsets[1:], end], strict=True):
@@ -97,8 +100,9 @@ def _nearest_cut(target: float, params: Sequence[ParamShape], offsets: Sequence[
         step = granule
         if by == "row":
             row = param.nbytes // max(param.shape[0], 1)
-            # Rows are cut together until their elements are a multiple of 64, see [Note: cuts].
-            step = math.lcm(row, CUT_NUMEL * param.itemsize) if row else granule
+            # Rows are cut together until their elements are a multiple of 64, see [Note: cuts]; of the widest type, because
+            # chunks are counted from here and must be able to end in any parameter that follows.
+            step = math.lcm(row, width) if row else granule
         below = offset + int((target - offset) // step) * step
         candidates |= {c for c in (below, below + step) if c < offset + param.nbytes}
     return min(candidates, key=lambda cut: (abs(cut - target), cut))
