@@ -96,6 +96,10 @@ class Ticket(Generic[T]):
         """Whether ``wait`` returns, or raises, at once."""
         return self._finished.is_set()
 
+    def done_within(self, seconds: float) -> bool:
+        """Whether the work is done, or becomes so in time; whatever came of it is for ``wait``."""
+        return self._finished.wait(seconds)
+
     def wait(self) -> T:
         """Block until the work is done on this rank."""
         if not self._finished.is_set():

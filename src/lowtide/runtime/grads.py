@@ -28,6 +28,7 @@ from lowtide.comm.group import Group
 from lowtide.errors import DiskError, Refused
 from lowtide.runtime.grad_store import Segment, ShelvedGrads, all_finite
 from lowtide.runtime.ledger import Ledger
+from lowtide.runtime.pace import Pace
 from lowtide.runtime.reduction import Reduction
 from lowtide.runtime.sharded_grad import GradOwner, ShardedGrad
 from lowtide.runtime.trace import Trace
@@ -80,6 +81,7 @@ class Grads:
         """With updates in backward: this rank's reduced gradients, by parameter, until ``update`` takes them."""
         self.finite: dict[Unit, bool] = {}
         """And whether they are finite on every rank."""
+        self._pace = Pace()
         self._reduction = Reduction(group.size, cut=self._cut, ledger=ledger)
         keys = iter(range(sum(len(u.params) for u in units)))
         self.records: dict[Unit, list[GradRecord]] = {
@@ -140,6 +142,7 @@ class Grads:
             self._seen.append(unit)
         while (following := self._next_to_submit()) in self._ready:
             self._submit(following)
+        self._pace.hold(self._tickets.values())
         return unit
 
     def finish(self) -> None:
