@@ -6,13 +6,16 @@
     python benchmarks/plan.py --markdown plan.json               the table for a README
 
 Every case is one ``lowtide train --json``: it makes the plan from a trace of the model and the probe of this machine, runs, and
-reports both. The probe (``lowtide doctor``) is run before each group of cases. Nothing is fitted between cases.
+reports both. The machine is probed before every case (``--probe group``: before each group of cases; ``never``: what
+``lowtide doctor`` has measured some time ago), because a shared machine is another one after an hour; the row has what was
+found. The figures that ``lowtide doctor`` keeps are left alone. Nothing is fitted between cases.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import statistics
@@ -85,10 +88,10 @@ def cases(*, quick: bool) -> list[Case]:
     return out
 
 
-def run_case(case: Case, disk: str, steps: int) -> dict[str, Any]:
+def run_case(case: Case, disk: str, steps: int, environment: dict[str, str]) -> dict[str, Any]:
     """The run's own report, and the errors of its plan."""
     command = [sys.executable, "-m", "lowtide", "train", *case.flags(disk), "--steps", str(WARM_UP_STEPS + steps), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"}
     report = json.loads(done.stdout.splitlines()[-1])
@@ -106,9 +109,21 @@ def run_case(case: Case, disk: str, steps: int) -> dict[str, Any]:
     }
 
 
-def probe_here(folder: str, *, quick: bool) -> Any:
-    doctor = [sys.executable, "-m", "lowtide", "doctor", folder, "--json", *(["--quick"] if quick else [])]
-    return json.loads(subprocess.run(doctor, capture_output=True, text=True, check=True).stdout)
+PROBE = """
+import dataclasses, json, sys
+from lowtide.spec.probe import cache_machine, probe_machine
+hardware = probe_machine(sys.argv[1], tell=lambda line: None)
+cache_machine(hardware, sys.argv[1])
+print(json.dumps(dataclasses.asdict(hardware)))
+"""
+"""What ``lowtide doctor`` does, but for its collectives, which no plan is made with: about 20 seconds."""
+
+
+def probe_here(folder: str, environment: dict[str, str]) -> Any:
+    """Measure, and keep it where the runs of this benchmark look for it."""
+    command = [sys.executable, "-c", PROBE, folder]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def run(chosen: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -120,18 +135,23 @@ def run(chosen: argparse.Namespace, command: str) -> dict[str, Any]:
         "command": command,
         "lowtide_source_sha256": source_digest(),
         "machine": machine.facts(),
-        "hardware": {},
+        "probe": chosen.probe,
         "quick": chosen.quick,
         "rows": [],
     }
+    environment = dict(os.environ)
+    if chosen.probe != "never":
+        environment["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
+    group, hardware = None, None
     try:
         for case in cases(quick=chosen.quick):
             if (chosen.only and case.group not in chosen.only.split(",")) or chosen.match not in case.name:
                 continue
-            if case.group not in result["hardware"]:  # a shared machine is another one after an hour
-                result["hardware"][case.group] = probe_here(folder, quick=chosen.quick)["hardware"]
             machine.wait_for_quiet(share=QUIET_SHARE, at_most_seconds=chosen.wait)
-            row = {"name": case.name, **asdict(case), **run_case(case, folder, chosen.steps)}
+            if chosen.probe == "case" or (chosen.probe == "group" and case.group != group):
+                group, hardware = case.group, probe_here(folder, environment)
+            row = {"name": case.name, **asdict(case), **run_case(case, folder, chosen.steps, environment)}
+            row["hardware"] = hardware
             result["rows"].append(row)
             result["took_seconds"] = round((datetime.now(timezone.utc) - began).total_seconds(), 1)
             if chosen.out is not None:  # a run that is stopped keeps what it has
@@ -153,6 +173,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--match", default="", help="only cases whose name has this in it: '2GiB step'")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of every case")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for a quiet machine before each case")
+    parser.add_argument("--probe", default="case", choices=("case", "group", "never"), help="when this machine is measured")
     parser.add_argument("--spool", type=Path, default=None, help="where a folder for the disk tier is made")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)

@@ -54,6 +54,13 @@ MISTAKES = {
     "plan --arch gpt2 --cluster nodes=2,hardware=cpu-2 --hardware cpu-2": "choose one",
     "plan --arch gpt2 --cluster nodes=2,gpus=2 --world-size 3": "--cluster has 4 ranks",
     "plan --arch gpt2 --memory lots": "--memory is 'lots'",
+    "plan --arch gpt2 --rank-memory lots,4GiB": "--rank-memory is 'lots'",
+    "plan --arch gpt2 --rank-memory 8GiB,4GiB --memory 8GiB": "leave out --memory, --cluster and --disk",
+    "plan --arch gpt2 --rank-memory 8GiB,4GiB --disk /tmp": "leave out --memory, --cluster and --disk",
+    "plan --arch gpt2 --rank-memory 8GiB,4GiB --world-size 3": "2 memories for 3 ranks",
+    "plan --arch gpt2 --rank-memory 8GiB,4GiB --stage 0": "share nothing at stage 0",
+    "plan --arch gpt2 --rank-memory 8GiB,4GiB --hardware h100-80g": "without an accelerator",
+    "plan --arch gpt2 --rank-memory 8GiB,4GiB --what-if memory=2..4GiB": "leave out --explain",
     "plan --arch gpt2 --device-memory lots": "--device-memory is 'lots'",
     "plan --arch gpt2 --disk /does/not/exist": "which is not a folder",
     "plan --arch gpt2 --hardware h100-80g --disk /": "give a size",
@@ -120,8 +127,8 @@ def test_help_lists_every_flag_and_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == "False"
-    flags = "preset model arch params batch sequence hardware world-size cluster memory device-memory disk stage precision "
-    flags += "optimizer activations update accumulate objective explain what-if svg html save json"
+    flags = "preset model arch params batch sequence hardware world-size cluster memory rank-memory device-memory disk stage "
+    flags += "precision optimizer activations update accumulate objective explain what-if svg html save json"
     assert [flag for flag in flags.split() if f"--{flag}" not in done.stdout] == []
 
 
@@ -271,6 +278,39 @@ def test_a_disk_is_a_folder_a_size_or_nothing(capsys: pytest.CaptureFixture[str]
 def test_an_emulated_device_has_a_tier_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, f"{TINY} --device-memory 1GiB")
     assert (found["tiers"][0]["tier"], found["tiers"][0]["capacity_bytes"]) == ("device", 1 << 30)
+
+
+def test_ranks_with_unequal_memory_get_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--preset gpt-98m --rank-memory 2.5GiB,1.2GiB --explain"
+    found = as_json(capsys, line)
+    large, small = found["shares"]
+    assert large + small == pytest.approx(1, abs=1e-3)
+    assert large > small > 0
+    assert (found["world_size"], found["hosts"]) == (2, 2)
+    words = " ".join(answer(capsys, line).split())
+    assert f"partition=lowtide.Partition(shares=({large:g}, {small:g}))), without memory=" in words
+    assert "Equal parts do not fit" in words
+    assert "memory of the slowest" in words
+
+
+def test_equal_parts_where_they_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, f"{TINY} --rank-memory 8GiB,4GiB --explain")
+    assert found["shares"] is None
+    assert "The ranks have 8.00 GiB, 4.00 GiB, and equal parts fit on all of them." in found["reasons"]
+
+
+def test_explain_gives_every_limit_a_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Also what is worth nothing: there is more disk than is used."""
+    line = f"--preset gpt-98m --memory 1GiB --disk {tmp_path} --explain"
+    prices = {p["change"]: p["seconds"] for p in as_json(capsys, line)["prices"]}
+    assert prices["1 GiB more host memory"] > 0
+    assert prices["a disk twice as fast"] > 0
+    assert prices["1 GiB more disk space"] == 0
+    words = answer(capsys, line)
+    assert re.search(r"1 GiB more disk space +nothing", words)
+    assert "1 unit is brought ahead of compute." in words
+    beside = as_json(capsys, f"{TINY} --device-memory 1GiB --explain")["prices"]
+    assert "1 GiB more device memory" in [p["change"] for p in beside]
 
 
 def test_explain_gives_reasons(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, Any] = {
     "device_memory": None,
     "disk": None,
     "weights": None,
+    "adapt": "placement",
     "run": None,
 }
 
@@ -110,6 +111,10 @@ def test_wrong_stage(value: Any) -> None:
         (lambda: Activations("auto", (("a.*", "drop"),)), "activations of 'a.*' is 'drop'; allowed: "),
         (lambda: Update("forward"), "update is 'forward'; allowed: 'step', 'backward'."),
         (lambda: Update("step", 100), "Update.chunk_bytes is 100; give at least 4096."),
+        (
+            lambda: config(adapt="troughput"),
+            "adapt is 'troughput'; allowed: 'placement', 'throughput'. Did you mean 'throughput'?",
+        ),
         (lambda: Comm(deadline=0), "Comm.deadline is 0; give seconds > 0."),
         (lambda: Comm(prefetch=-1), "Comm.prefetch and Comm.bucket_bytes must be >= 0."),
         (lambda: Comm(bucket_bytes=-1), "Comm.prefetch and Comm.bucket_bytes must be >= 0."),
@@ -187,6 +192,7 @@ def test_a_config_is_frozen_and_shows_all_it_holds() -> None:
         {"activations": "keep"},
         {"comm": Comm(prefetch=2)},
         {"memory": 10},
+        {"adapt": "throughput"},
         {"run": "x"},
     ]
     assert len({repr(base), *(repr(config(**change)) for change in changes)}) == 1 + len(changes)

@@ -6,11 +6,20 @@ others, arXiv 2104.07857. GB and TB are decimal, except in ZeRO-Infinity's figur
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
+from lowtide.errors import DoesNotFit
 from lowtide.planning.formulas import KindBytes, describe_states, from_precision, states_bytes_per_rank
+from lowtide.planning.planner import make_plan
+from lowtide.planning.request import Request
+from lowtide.spec.architectures import architecture
+from lowtide.spec.catalogue import load
+from lowtide.spec.counts import bare_count
+from lowtide.spec.hardware import Hardware
+from lowtide.spec.model import ModelSpec
 from lowtide.stages import STAGES
 
 GB, TB = 10**9, 10**12
@@ -223,3 +232,77 @@ def test_infinity_32_trillion_on_32_nodes() -> None:
     assert ranks * states.total == 640 * TB
     assert DGX2_GPUS * states.total == 20 * TB < DGX2_NVME
     assert states.total == 1.25 * TB > V100
+
+
+# -- the same claims, as plans ------------------------------------------------------------------------------------------
+
+LITTLE_HOST = 4 * GIB
+
+
+def dgx2() -> Hardware:
+    """The catalogue's V100 in the papers' node: 16 of them, 1.5 TB of memory, 28 TB of NVMe."""
+    v100 = load("v100-32g")
+    if v100.disk is None:
+        pytest.fail("the description has no disk")
+    disk = replace(v100.disk, free_bytes=28 * TB)
+    return replace(v100, host_bytes=int(DGX2_HOST), disk=disk, ranks_per_host=DGX2_GPUS)
+
+
+def thirds_of_blocks(layers: int, hidden: int) -> ModelSpec:
+    """Units as large as the largest linear layer, 4 h^2, of which a block has three."""
+    return bare_count(transformer_numel(layers, hidden), layers=3 * layers, dtype="fp16", tokens=1024)
+
+
+def test_plan_13_billion_on_one_v100() -> None:
+    """On the machine of the catalogue, with its 512 GB; and not without host memory for what leaves the device."""
+    model, v100 = architecture("gpt3-13b", batch=1, sequence=1024, dtype="fp16"), load("v100-32g")
+    plan = make_plan(model, v100, Request(precision="mixed", disk_bytes=0))
+    device, host = plan.tier("device"), plan.tier("host")
+    assert plan.world_size == 1
+    assert plan.placement == "streamed"
+    assert device is not None
+    assert host is not None
+    assert device.peak_bytes <= device.capacity_bytes == 32 * GIB
+    assert 13 * 10**9 * MIXED.total * 0.7 < host.peak_bytes < v100.host_bytes, "most of the states are there"
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(model, v100, Request(precision="mixed", disk_bytes=0, memory_bytes=LITTLE_HOST))
+    assert caught.value.tier == "host"
+
+
+def test_plan_1_4_billion_without_offloading() -> None:
+    """As plain PyTorch: everything on the device, nothing moved."""
+    request = Request(precision="mixed", disk_bytes=0, memory_bytes=LITTLE_HOST)
+    plan = make_plan(bare_count(1_400_000_000, dtype="fp16", tokens=1024), load("v100-32g"), request)
+    assert plan.placement == "plain"
+
+
+def test_plan_70_billion_on_a_dgx2() -> None:
+    """Stage 3 fits, in host memory; the paper's stage 2 alone does not fit on the devices."""
+    model = bare_count(70_000_000_000, dtype="fp16", tokens=1024)
+    plan = make_plan(model, dgx2(), Request(precision="mixed", disk_bytes=0, world_size=DGX2_GPUS))
+    assert (plan.stage, plan.hosts) == (3, 1)
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(model, dgx2(), Request(precision="mixed", disk_bytes=0, world_size=DGX2_GPUS, stage=2))
+    assert caught.value.tier == "device"
+
+
+def test_plan_1_trillion_on_one_node() -> None:
+    """With the NVMe it fits, without it does not. Units are single layers: three whole blocks are more than a V100 has."""
+    model = thirds_of_blocks(128, 25 * 1024)
+    assert model.numel > 10**12
+    request = Request(precision="mixed", world_size=DGX2_GPUS)
+    plan = make_plan(model, dgx2(), request)
+    disk = plan.tier("disk")
+    assert (plan.stage, plan.hosts) == (3, 1)
+    assert disk is not None
+    assert DGX2_GPUS * disk.peak_bytes > 14 * TB
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(model, dgx2(), replace(request, disk_bytes=0))
+    assert caught.value.tier == "host"
+
+
+def test_plan_refuses_a_layer_that_is_larger_than_the_device() -> None:
+    """Hidden 64 K: 10 T parameters on ten nodes, which the paper meets with tiling."""
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(thirds_of_blocks(195, 64 * 1024), dgx2(), Request(precision="mixed", world_size=10 * DGX2_GPUS, stage=3))
+    assert caught.value.tier == "device"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.errors import ArgumentError
+from lowtide.errors import ArgumentError, DeadlineExceeded, PeerFailed
 from lowtide.job.machine import machine_facts
 
 if TYPE_CHECKING:
-    from lowtide.spec.hardware import Disk, Hardware
+    from lowtide.spec.hardware import Collective, Disk, Hardware
     from lowtide.spec.probe_advice import Advice
     from lowtide.spec.probe_limits import SystemLimits
 
@@ -119,10 +119,22 @@ class _Examiner:
 
         hardware = cached_machine(None, tell=self._tell) if self.remembers else None
         if hardware is None and self.measures:
-            self._tell("measuring this machine, which takes about 20 seconds")
-            hardware = probe_machine(None, tell=self._tell)
-            self._keep(lambda: cache_machine(hardware, None))
+            self._tell("measuring this machine, which takes about half a minute")
+            measured = hardware = replace(probe_machine(None, tell=self._tell), collectives=self._collectives())
+            self._keep(lambda: cache_machine(measured, None))
         return hardware
+
+    def _collectives(self) -> tuple[Collective, ...]:
+        from lowtide.cli.doctor_collectives import collective_lines, measure_collectives
+
+        try:
+            found = measure_collectives()
+        except (PeerFailed, DeadlineExceeded, OSError) as error:
+            self._tell(f"collectives could not be timed ({error})")
+            return ()
+        for line in collective_lines(found):
+            self._tell(line)
+        return found
 
     def _disk(self, folder: str) -> Disk | None:
         from lowtide.spec.probe import cache_disk, cached_disk, probe_disk
@@ -166,6 +178,8 @@ def _look_for_leftovers(folder: str, *, clean: bool) -> Finding:
 
 
 def _speed_lines(found: Examination) -> list[str]:
+    from lowtide.cli.doctor_collectives import collective_lines
+
     lines = [f"{'accelerator':<10} {name}" for name in found.accelerators]
     if found.hardware is not None:
         compute, inside = found.hardware.compute, found.hardware.inside
@@ -177,6 +191,7 @@ def _speed_lines(found: Examination) -> list[str]:
             f"{compute.fault_seconds * 2**30:.2f} s per GiB of fresh memory",
             f"{'kernels':<10} {compute.op_seconds * 1e6:.1f} µs to start one",
             f"{'ranks':<10} {inside.bandwidth / 1e9:.2f} GB/s each way between two on this host, {inside.latency * 1e6:.0f} µs",
+            *(collective_lines(found.hardware.collectives) or [f"{'collectives':<10} none measured: `lowtide doctor` does"]),
         ]
         if link := found.hardware.link:
             lines.append(f"{'link':<10} {link.bandwidth / 1e9:.1f} GB/s between host and accelerator")

@@ -36,6 +36,7 @@ _Cluster = Annotated[
     str | None, _flag(_WHERE, "Several hosts: nodes=16,gpus=8,hardware=h100-80g,network=50GB.", "KEY=VALUE,...")
 ]
 _Memory = Annotated[str | None, _flag(_WHERE, "Of one host, all its ranks together: 4GiB.", "SIZE")]
+_RankMemory = Annotated[str | None, _flag(_WHERE, "Of each rank, if they differ: 8GiB,4GiB.", "SIZE,SIZE,...")]
 _DeviceMemory = Annotated[str | None, _flag(_WHERE, "Of one accelerator (on a CPU: an emulated one).", "SIZE")]
 _Disk = Annotated[str | None, _flag(_WHERE, "For what does not fit in memory. Default: no disk.", "DIR|SIZE|all")]
 _Batch = Annotated[str | None, _flag(_HOW, f"Samples per step and rank; auto: the best. Default: {DEFAULT_BATCH}.", "N|auto")]
@@ -65,6 +66,7 @@ def plan(
     world_size: _WorldSize = None,
     cluster: _Cluster = None,
     memory: _Memory = None,
+    rank_memory: _RankMemory = None,
     device_memory: _DeviceMemory = None,
     disk: _Disk = None,
     batch: _Batch = None,
@@ -87,8 +89,8 @@ def plan(
 
     Exit code 1 if it does not fit, with what would help.
     """
-    if what_if is not None and (explain or save or batch == "auto"):
-        raise ArgumentError("--what-if compares many plans; leave out --explain, --save and --batch auto.")
+    if what_if is not None and (explain or save or batch == "auto" or rank_memory):
+        raise ArgumentError("--what-if compares many plans; leave out --explain, --save, --batch auto and --rank-memory.")
     varied = None if what_if is None else parse_range(what_if)
     what = Subject(preset=preset, model=model, arch=arch, params=params, batch=batch, sequence=sequence)
     where = Place(
@@ -96,6 +98,7 @@ def plan(
         world_size=world_size,
         cluster=cluster,
         memory=memory,
+        rank_memory=rank_memory,
         device_memory=device_memory,
         disk=disk,
     )

@@ -43,13 +43,14 @@ class Place:
     world_size: int | None
     cluster: str | None
     memory: str | None
+    rank_memory: str | None
     device_memory: str | None
     disk: str | None
 
     @property
     def is_given(self) -> bool:
         """Whether a machine or a limit was named: only then is it wrong that something does not fit."""
-        return any((self.hardware, self.cluster, self.memory, self.device_memory, self.disk))
+        return any((self.hardware, self.cluster, self.memory, self.rank_memory, self.device_memory, self.disk))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,8 @@ def _machine(where: Place, cluster: _Cluster | None) -> Machine:
     word = where.hardware if cluster is None or cluster.hardware is None else cluster.hardware
     machine = find_machine(word, where.disk)
     if cluster is None:
-        return machine
+        apart = where.rank_memory is not None and machine.hardware.between is None
+        return replace(machine, notes=(*machine.notes, ONE_HOST)) if apart else machine
     hardware, notes = machine.hardware, machine.notes
     if cluster.network is not None:
         hardware = replace(hardware, between=Wire(bandwidth=float(cluster.network), latency=_NETWORK_LATENCY))
@@ -155,7 +157,8 @@ def _machine(where: Place, cluster: _Cluster | None) -> Machine:
 
 
 def _request(where: Place, how: Request, cluster: _Cluster | None, hardware: Hardware) -> Request:
-    world_size, ranks = 1 if where.world_size is None else where.world_size, None
+    memories = _rank_memories(where)
+    world_size, ranks = len(memories) or 1 if where.world_size is None else where.world_size, 1 if memories else None
     if cluster is not None:
         ranks = cluster.ranks_per_node or hardware.ranks_per_host
         world_size = cluster.nodes * ranks
@@ -168,8 +171,20 @@ def _request(where: Place, how: Request, cluster: _Cluster | None, hardware: Har
         world_size=world_size,
         ranks_per_host=ranks,
         memory_bytes=_size("--memory", where.memory),
+        rank_memory_bytes=memories,
         device_memory_bytes=_size("--device-memory", where.device_memory),
     )
+
+
+def _rank_memories(where: Place) -> tuple[int, ...]:
+    if where.rank_memory is None:
+        return ()
+    if where.memory is not None or where.cluster is not None or where.disk is not None:
+        raise ArgumentError(
+            "--rank-memory is for ranks on hosts of their own, without a disk; leave out --memory, --cluster and --disk."
+        )
+    sizes = [_size("--rank-memory", text.strip()) for text in where.rank_memory.split(",")]
+    return tuple(size for size in sizes if size is not None)
 
 
 def _size(what: str, text: str | None) -> int | None:

@@ -6,6 +6,7 @@ machine. Nothing is fitted to the model that is planned; benchmarks/plan.py meas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -168,6 +169,21 @@ def _unit_needs(facts: UnitFacts, model: ModelSpec, share: Share, stage: Stage, 
     )
 
 
+def with_part(unit: UnitNeeds, stage: Stage, times: float) -> UnitNeeds:
+    """On a rank whose part of what is sharded is ``times`` an equal one."""
+    return replace(
+        unit,
+        parameters=_times(unit.parameters, times if stage.parameters else 1.0),
+        gradients=_times(unit.gradients, times if stage.gradients else 1.0),
+        optimizer=_times(unit.optimizer, times if stage.optimizer else 1.0),
+        update_seconds=unit.update_seconds * (times if stage.optimizer else 1.0),
+    )
+
+
+def _times(nbytes: int, times: float) -> int:
+    return nbytes if times == 1.0 else math.ceil(nbytes * times)
+
+
 def outside_loads(model: ModelSpec, share: Share) -> tuple[Load, ...]:
     """What a step computes outside of units."""
     passes = (Phase.FORWARD, model.outside_forward), (Phase.BACKWARD, model.outside_backward)
@@ -193,9 +209,17 @@ class Working:
 
 
 def working_of(
-    units: Sequence[UnitBytes], model: ModelSpec, share: Share, *, slots: int, chunk_bytes: int, kinds: KindBytes
+    units: Sequence[UnitBytes],
+    model: ModelSpec,
+    share: Share,
+    *,
+    slots: int,
+    chunk_bytes: int,
+    kinds: KindBytes,
+    gradients_pass: bool = False,
 ) -> Working:
-    """For ``slots`` whole units and chunks of ``chunk_bytes`` of parameters."""
+    """For ``slots`` whole units and chunks of ``chunk_bytes`` of parameters. ``gradients_pass``: a gradient does not stay where
+    autograd put it: it is copied to where it lives, or used up by an update in backward."""
     largest, world_size = max((u.whole for u in units), default=0), share.world_size
     # To send from and to receive in; where all ranks share memory, one window serves for both.
     reductions = 0 if world_size == 1 else 1 if share.shares_memory and share.hosts == 1 else 2
@@ -203,6 +227,7 @@ def working_of(
     chunk = chunk_bytes * kinds.total // kinds.parameters
     largest_update = max((u.optimizer + u.gradients for u in units), default=0)
     buffers = min(largest_update + 2 * chunk, 8 * chunk) if slots else 0
-    local = max((u.local_gradients for u in units), default=0) * (2 if world_size > 1 else 1) if slots or world_size > 1 else 0
+    passing = 2 if world_size > 1 else 1 if slots or gradients_pass else 0
+    local = max((u.local_gradients for u in units), default=0) * passing
     transient = max(max((u.transient for u in units), default=0), model.outside_transient_bytes) + model.outside_bytes
     return Working(slots=slots * largest, buffers=buffers + reduction, in_flight=local, transient=transient)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from lowtide.planning.frontier import Point
 from lowtide.planning.picture_drawing import safe
 from lowtide.planning.plan import Plan
-from lowtide.planning.text import in_order, outcome_rows, percent_text, seconds_text, size_text, unit_rows
+from lowtide.planning.text import in_order, outcome_rows, percent_text, saving_text, seconds_text, size_text, unit_rows
 
 _STYLE = """
 body{margin:0 auto;max-width:880px;padding:16px;font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;
@@ -32,8 +32,8 @@ def plan_page(plan: Plan, picture: str) -> str:
     if plan.reasons:
         parts += ["<h2>Why</h2>", "<ul>", *(f"<li>{safe(reason)}</li>" for reason in plan.reasons), "</ul>"]
     if plan.prices:
-        rows = [(price.change, f"{seconds_text(price.seconds)} less") for price in plan.prices]
-        parts.append(_table("What would make a step faster", ("change", "a step takes"), rows, numbers=1))
+        rows = [(price.change, saving_text(price.seconds)) for price in plan.prices]
+        parts.append(_table("What a change would save of a step", ("change", "saves"), rows, numbers=1))
     parts.append(f'<p class="dim">Figures of the machine: {safe(plan.hardware)}; {safe(plan.hardware_source)}.</p>')
     return page(f"Plan for {plan.model}", parts)
 

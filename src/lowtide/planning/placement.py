@@ -132,7 +132,7 @@ def arenas(needs: Needs, base: int) -> tuple[int | None, int | None]:
 def after_measuring(needs: Needs, peak: int, now: Placement, policies: Sequence[str]) -> tuple[Placement, Forecast]:
     """After a step whose peak was ``peak`` with the placement ``now``: the best for the budget. Where nothing fits, as little
     as possible stays in memory."""
-    placed = evaluate(_problem(needs, 0, [(p.activations,) for p in now.units]), _as_chosen(needs, now))
+    placed = _placed(needs, now)
     beside = max(0, peak - placed.peaks[Tier.HOST])
     room = needs.budget - needs.slack - beside
     every = ("keep", "recompute", "disk") if needs.has_disk else ("keep", "recompute")
@@ -143,6 +143,15 @@ def after_measuring(needs: Needs, peak: int, now: Placement, policies: Sequence[
     units = tuple(_unit_placement(row, p) for row, p in zip(solution.chosen, now.units, strict=True))
     forecast = Forecast(seconds=solution.seconds, peak_bytes=beside + solution.peaks[Tier.HOST])
     return Placement(units, now.slot_bytes, now.buffer_bytes), forecast
+
+
+def as_it_is(needs: Needs, peak: int, now: Placement) -> Forecast:
+    """What a step takes if everything stays where it is."""
+    return Forecast(seconds=_placed(needs, now).seconds, peak_bytes=peak)
+
+
+def _placed(needs: Needs, now: Placement) -> Solution:
+    return evaluate(_problem(needs, 0, [(p.activations,) for p in now.units]), _as_chosen(needs, now))
 
 
 def _problem(needs: Needs, room: int, allowed: Sequence[tuple[str, ...]]) -> Problem:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lowtide.errors import ArgumentError, DoesNotFit
-from lowtide.planning.estimate import PROCESS_BYTES, Share, Working, needs_of, outside_loads, rates_of, working_of
+from lowtide.planning.estimate import PROCESS_BYTES, Share, Working, needs_of, outside_loads, rates_of, with_part, working_of
 from lowtide.planning.formulas import KindBytes, from_precision, unit_from_facts
 from lowtide.planning.options import Kind, Option, Phase, Resource, Tier, UnitNeeds, Way
 from lowtide.planning.placement import slack_of
@@ -53,6 +53,10 @@ class Candidate:
 
 def make_plan(model: ModelSpec, hardware: Hardware, request: Request) -> Plan:
     """The best plan; :class:`~lowtide.errors.DoesNotFit` if there is none."""
+    if request.rank_memory_bytes:
+        from lowtide.planning.unequal import plan_unequal  # it is made of plans for single ranks
+
+        return plan_unequal(model, hardware, request)
     best: tuple[tuple[float, ...], Candidate, Solution] | None = None
     short: list[tuple[Candidate, Infeasible]] = []
     for candidate in candidates(model, hardware, request):
@@ -119,20 +123,32 @@ def _candidate(
     if not slots and stage.parameters and share.world_size > 1 and not share.shares_memory:
         slots = _SLOTS[0]  # to gather units into; ranks that share memory read them where they live
     sizes = [unit_from_facts(u, stage, share.world_size, kinds) for u in model.units]
-    working = working_of(sizes, model, share, slots=slots, chunk_bytes=chunk_bytes, kinds=kinds)
+    # Where there is a disk to go to, the room for gradients is taken once and stays, wherever it is.
+    stay = streamed or _disk(share.hardware, request) is not None
+    working = working_of(
+        sizes,
+        model,
+        share,
+        slots=slots,
+        chunk_bytes=chunk_bytes,
+        kinds=kinds,
+        gradients_pass=stay or request.update == "backward",
+    )
     capacity = _capacity(share, request, disk if streamed else None)
     fixed = _fixed_bytes(share, working, capacity, streamed=streamed)
     allowed = _POLICIES if request.activations == "auto" else (request.activations,)
     policies = tuple(p for p in allowed if (p != "disk" or disk is not None) and (p != "host" or share.separate))
+    units = needs_of(model, share, stage, kinds)
+    if request.part is not None:
+        units = tuple(with_part(u, stage, request.part * share.world_size) for u in units)
     problem = Problem(
-        units=needs_of(model, share, stage, kinds),
+        units=units,
         rates=rates_of(share, disk),
         way=replace(
             _way(request, share, streamed=streamed),
             slots=slots,
             chunk_bytes=chunk_bytes,
-            # Where there is a disk to go to, the room for gradients is taken once and stays, wherever it is.
-            gradients_stay=streamed or _disk(share.hardware, request) is not None,
+            gradients_stay=stay,
         ),
         room={tier: capacity[tier] - fixed.get(tier, 0) for tier in capacity},
         policies=(policies or ("keep",),) * len(model.units),
@@ -254,14 +270,15 @@ def _unit_plan(unit: UnitNeeds, row: tuple[Option, ...], near: Tier) -> UnitPlan
 
 def _likely_peak(host: TierPlan, candidate: Candidate, solution: Solution) -> int:
     """What a rank will be seen to use. A plan must hold, so it counts all of the slack; what is really used on top of what is
-    counted is memory that was freed and that the allocator keeps. Near the memory number it is made to give that back."""
+    counted is memory that was freed and that the allocator keeps. It is made to give that back as soon as the slack is touched,
+    so that a run that fills its number ends a little above where the slack begins."""
     slack = slack_of(host.capacity_bytes)
     units = candidate.problem.units if candidate.near is Tier.HOST else ()
     freed = 0 if candidate.problem.way.gradients_stay else sum(u.gradients for u in units)
     for unit, row in zip(units, solution.chosen, strict=False):
         twice = any(o.kind is Kind.ACTIVATIONS and o.name == "recompute" for o in row)  # in forward, and when computed again
         freed += unit.activations * (2 if twice else 1)
-    most = max(host.capacity_bytes, host.peak_bytes) - slack // 2
+    most = max(host.capacity_bytes, host.peak_bytes) - 3 * slack // 4
     return min(host.peak_bytes - slack + int(_KEPT_BY_ALLOCATOR * freed), most)
 
 

@@ -38,8 +38,9 @@ _TRAFFIC_WEIGHT = 1e-3
 _MIP_GAP = 1e-3
 _SCALE = 2.0**-20  # numbers around one are solved best
 _NO_END = 1 << 56
-_SECONDS = 5.0
-"""The search is stopped after so long; what it has found by then is used."""
+_NODES = (200, 20_000)
+"""The search is stopped after so many nodes, and what it has found by then is used; if that is nothing, it may look at more.
+Never by the clock: on a busy machine the same question would have another answer. Nearly all programmes need one node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,10 +211,10 @@ class _Model:
 
         self._problem, self._runs = problem, runs
         self._infinity = highspy.kHighsInf
-        self._optimal = highspy.HighsModelStatus.kOptimal
         self._integer = highspy.HighsVarType.kInteger
         self._highs: Any = highspy.Highs()
-        for name, value in (("output_flag", False), ("mip_rel_gap", _MIP_GAP), ("time_limit", _SECONDS), ("threads", 1)):
+        self._infeasible = highspy.HighsModelStatus.kInfeasible
+        for name, value in (("output_flag", False), ("mip_rel_gap", _MIP_GAP), ("threads", 1)):
             self._highs.setOptionValue(name, value)
         self._columns = 0
         self._numbers: list[list[list[int]]] = [
@@ -225,12 +226,15 @@ class _Model:
 
     def solve(self) -> list[list[list[int]]] | None:
         """How many units of each run take each option; None if nothing fits."""
-        self._highs.run()
-        found = self._highs.getInfo().primal_solution_status == 2  # kSolutionStatusFeasible
-        if not found:
-            return None
-        values = self._highs.getSolution().col_value
-        return [[[round(values[c]) for c in columns] for columns in kinds] for kinds in self._numbers]
+        for nodes in _NODES:
+            self._highs.setOptionValue("mip_max_nodes", nodes)
+            self._highs.run()
+            if self._highs.getInfo().primal_solution_status == 2:  # kSolutionStatusFeasible
+                values = self._highs.getSolution().col_value
+                return [[[round(values[c]) for c in columns] for columns in kinds] for kinds in self._numbers]
+            if self._highs.getModelStatus() == self._infeasible:
+                return None
+        return None
 
     def _weight(self, option: Option) -> float:
         """What an option adds to the objective by itself."""

@@ -17,6 +17,10 @@ class Request:
     optimizer: str = "adam"
     memory_bytes: int | None = None
     """What the job may use of the memory of one host, all its ranks there together."""
+    rank_memory_bytes: tuple[int, ...] = ()
+    """Instead: what every rank has, each on a host of its own."""
+    part: float | None = None
+    """Of what is sharded, the part of the rank that is planned; ``None``: as much as the others have."""
     device_memory_bytes: int | None = None
     disk_bytes: int | None = None
     """Room on the disk of one host; ``None``: what the hardware has, 0: no disk."""
@@ -32,6 +36,10 @@ class Request:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ArgumentError(f"world_size is {self.world_size}; give at least 1.")
+        if self.rank_memory_bytes and len(self.rank_memory_bytes) != self.world_size:
+            raise ArgumentError(
+                f"there are {len(self.rank_memory_bytes)} memories for {self.world_size} ranks; give one for each."
+            )
         if self.accumulate < 1:
             raise ArgumentError(f"accumulate is {self.accumulate}; give at least 1.")
         if self.objective not in ("time", "capacity"):

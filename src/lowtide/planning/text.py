@@ -53,6 +53,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
+def saving_text(seconds: float) -> str:
+    """What a change is worth."""
+    return seconds_text(seconds) if seconds else "nothing"
+
+
 def count_text(number: float) -> str:
     """``7.5 B``: at most three digits that matter."""
     for unit, size in _COUNTS:
@@ -149,13 +154,19 @@ def outcome_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("seconds per step", f"{seconds_text(plan.predicted_seconds)}, most of it waiting for {plan.limited_by}"))
     else:
         rows.append(("seconds per step", "not known: without a batch only bytes are planned"))
-    each = "" if plan.hosts == 1 else " on each host"
+    each = "" if plan.hosts == 1 else " on each host" if plan.shares is None else " where the slowest rank is"
     rows.append(("peak of host memory", f"{size_text(plan.predicted_peak_bytes)}{each}"))
-    per_rank = f", {size_text(plan.states_bytes_per_rank)} per rank" if plan.world_size > 1 else ""
+    whose = "per rank" if plan.shares is None else "on the slowest rank"
+    per_rank = f", {size_text(plan.states_bytes_per_rank)} {whose}" if plan.world_size > 1 else ""
     rows.append(("parameters, gradients, optimizer", f"{size_text(plan.states_bytes)}{per_rank}"))
     if plan.traffic_bytes:
         moved = ", ".join(f"{clean(name)} {size_text(size)}" for name, size in in_order(plan.traffic_bytes).items())
         rows.append(("moved in a step", moved))
+    if plan.shares is not None:
+        shares = ", ".join(f"{share:g}" for share in plan.shares)
+        rows.append(
+            ("parts of the ranks", f"{shares}: shard(..., partition=lowtide.Partition(shares=({shares}))), without memory=")
+        )
     return rows
 
 
@@ -169,7 +180,7 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    of = "of one rank, " if plan.world_size > 1 else ""
+    of = "" if plan.world_size == 1 else "of one rank, " if plan.shares is None else "of the slowest, "
     lines = [f"{f'memory {of}at its fullest':<34}{'peak':>11}   {'of':>11}"]
     for tier in plan.tiers:
         share = percent_text(tier.peak_bytes, tier.capacity_bytes)
@@ -236,8 +247,6 @@ def _outcome(plan: Plan) -> list[str]:
     for name, value in outcome_rows(plan):
         first, *rest = _wrapped(value.split(), " ", width=WIDTH - 36) or [""]
         lines += [f"  {name:<34}{first}", *(f"{'':<36}{line}" for line in rest)]
-    if plan.shares is not None:
-        lines.append(f"  {'shares of the ranks':<34}{', '.join(f'{share:.3g}' for share in plan.shares)}")
     return lines
 
 
@@ -247,8 +256,8 @@ def _why(plan: Plan) -> list[str]:
         lines += ["why", *_listed(plan.reasons)]
     if plan.prices:
         lines += [""] if lines else []
-        lines += ["what would make a step faster"]
-        lines += [f"  {shortened(price.change, 60):<60}{seconds_text(price.seconds):>10} less" for price in plan.prices]
+        lines += ["what a change would save of a step"]
+        lines += [f"  {shortened(price.change, 60):<60}{saving_text(price.seconds):>10}" for price in plan.prices]
     return lines
 
 

@@ -1,6 +1,7 @@
 """When nothing fits: the changes that would make it fit, the cheapest first.
 
-A change of a flag is cheaper than a slower step, that is cheaper than more ranks, and those are cheaper than more memory.
+A change of a flag is cheaper than a slower step, that is cheaper than more ranks, and those are cheaper than more memory. Of
+each kind of change only the mildest that fits is named, so that there is something to choose from.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from lowtide.spec.hardware import Disk, Hardware
 from lowtide.spec.model import ModelSpec, UnitFacts
 
 _MORE_RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+_SMALLER_BATCHES = (2, 4, 8)
 _MIB = 1 << 20
 _USUAL_DISK = Disk(read=2e9, write=1e9, mixed=1.5e9, free_bytes=1 << 50)
 
@@ -47,7 +49,9 @@ Question = tuple[ModelSpec, Hardware, Request]
 def _changes(model: ModelSpec, hardware: Hardware, request: Request) -> Iterator[tuple[str, Question]]:
     if request.activations != "auto":
         yield "activations='auto'", (model, hardware, replace(request, activations="auto"))
-    if request.disk_bytes == 0:
+    if request.rank_memory_bytes:  # there is no number to hold, so a plan does not choose this by itself
+        yield "activations='recompute'", (model, hardware, replace(request, activations="recompute"))
+    if request.disk_bytes == 0 and not request.rank_memory_bytes:
         with_disk = hardware if hardware.disk is not None else replace(hardware, disk=_USUAL_DISK)
         needed = _least_disk(model, with_disk, request)
         if needed is not None:
@@ -57,8 +61,12 @@ def _changes(model: ModelSpec, hardware: Hardware, request: Request) -> Iterator
     if request.update == "step" and request.accumulate == 1:
         yield "update='backward', which keeps no gradients", (model, hardware, replace(request, update="backward"))
     if model.batch:
-        for part in (2, 4, 8):
-            yield f"a batch {part} times smaller", (_smaller_batch(model, part), hardware, request)
+        batches = ((part, _smaller_batch(model, part)) for part in _SMALLER_BATCHES)
+        fitting = next((found for found in batches if _fits(found[1], hardware, request)), None)
+        if fitting is not None:
+            yield f"a batch {fitting[0]} times smaller", (fitting[1], hardware, request)
+    # Further ranks, and more memory, are those of hosts that are all alike.
+    request = replace(request, rank_memory_bytes=(), memory_bytes=min(request.rank_memory_bytes, default=request.memory_bytes))
     for ranks in _MORE_RANKS:
         if ranks > request.world_size and hardware.ranks_per_host >= 1:
             more = replace(request, world_size=ranks, stage="auto" if request.stage == "auto" else 3)
@@ -114,7 +122,15 @@ def _smaller_batch(model: ModelSpec, part: int) -> ModelSpec:
         )
 
     units = tuple(smaller(u) for u in model.units)
-    return replace(model, units=units, outside_bytes=model.outside_bytes // part, batch=f"1/{part} of {model.batch}")
+    return replace(
+        model,
+        units=units,
+        outside_bytes=model.outside_bytes // part,
+        outside_transient_bytes=model.outside_transient_bytes // part,
+        outside_forward=model.outside_forward.scaled(1 / part),
+        outside_backward=model.outside_backward.scaled(1 / part),
+        batch=f"1/{part} of {model.batch}",
+    )
 
 
 def _ranks_text(ranks: int, hardware: Hardware, request: Request) -> str:

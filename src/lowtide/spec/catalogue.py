@@ -71,6 +71,8 @@ def impossible_numbers(described: object, field: str = "") -> list[str]:
         inside = {item.name: getattr(described, item.name) for item in dataclasses.fields(described)}
     elif isinstance(described, dict):
         inside = cast("dict[str, object]", described)
+    elif isinstance(described, tuple):
+        inside = {str(index): item for index, item in enumerate(cast("tuple[object, ...]", described))}
     else:
         return []
     return [

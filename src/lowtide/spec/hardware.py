@@ -53,6 +53,20 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """How long two ranks of one host take for one collective."""
+
+    transport: str
+    """``torch``: torch.distributed over gloo; ``shared``: memory that both map."""
+    verb: str
+    """``gather`` or ``reduce``."""
+    nbytes: int
+    """Of the whole: what is gathered, or what every rank gives to the sum."""
+    seconds: float
+    """Until the slower rank has it: half of all were faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One host with its accelerators, disk and wires. A cluster is several of the same."""
 
@@ -73,3 +87,5 @@ class Hardware:
     disk: Disk | None = None
     ranks_per_host: int = 1
     """Accelerators, or on a CPU host the ranks that share its cores."""
+    collectives: tuple[Collective, ...] = ()
+    """As they were measured, for people; a plan is made with ``inside``."""

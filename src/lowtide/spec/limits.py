@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60
 _MARGIN = 0.9
 """How much of what is free a job takes if nobody said a number."""
@@ -50,18 +51,22 @@ def default_budget() -> int:
 
 def _cgroup_limits() -> list[tuple[int, int]]:
     """(limit, used) of every group that this process is in, version 1 or 2, from its own up to the root. Pages of files are not
-    counted as used: the kernel drops them before it stops anybody."""
+    counted as used: the kernel drops them before it stops anybody.
+
+    ``memory.high`` is a limit like ``memory.max``: nobody is killed there, but a group above it is slowed down until a step
+    does not end any more."""
     found: list[tuple[int, int]] = []
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in _read(_OWN_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             root = _CGROUP if not controllers else _CGROUP / "memory"
-            names = ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            names = ("memory.max", "memory.high") if not controllers else ("memory.limit_in_bytes",)
             folder = root / path.lstrip("/")
             for at in (folder, *folder.parents):
-                limit, used = (_number(at / name) for name in names)
-                if limit is not None and used is not None and limit < _NO_LIMIT:
-                    found.append((limit, max(0, used - _reclaimable(at / "memory.stat"))))
+                limits = [n for name in names if (n := _number(at / name)) is not None and n < _NO_LIMIT]
+                used = _number(at / ("memory.current" if not controllers else "memory.usage_in_bytes"))
+                if limits and used is not None:
+                    found.append((min(limits), max(0, used - _reclaimable(at / "memory.stat"))))
                 if at == root:
                     break
     return found

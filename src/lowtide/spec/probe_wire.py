@@ -1,57 +1,41 @@
 """How fast bytes pass between two ranks of this host, measured as ranks move them: between two processes, over gloo.
 
-A gather is one broadcast per owner, all under way together, so that is what the two processes time. They are started for it,
-because a mistake in gloo ends the process it happens in, and they meet through a file in a private folder.
+A gather is one broadcast per owner, all under way together, so that is what the two processes time.
 
-``python -m lowtide.spec.probe_wire RANK FOLDER`` is one of the two.
+``python -m lowtide.spec.probe_wire RANK FOLDER PLAN`` is one of the two.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from lowtide.errors import DeadlineExceeded, InternalError, PeerFailed
+from lowtide.errors import InternalError
 from lowtide.spec.hardware import Wire
+from lowtide.spec.probe_ranks import RANKS, answer, ask_two_ranks, gloo_of_two, wrong_answer
 
-_RANKS = 2
 _REPEATS: dict[int, int] = {4 << 10: 100, 256 << 10: 40, 4 << 20: 10, 32 << 20: 5}
 """How often each number of bytes is sent, each way. Both ranks must agree on it."""
-_STORE = "store"
-_POLL_SECONDS = 0.02
 _SHORTEST_LATENCY = 1e-7
 
 
 def measure_wire(*, deadline: float, repeats: dict[int, int] | None = None) -> Wire:
     """Start two ranks and time them. Raises PeerFailed or DeadlineExceeded, and leaves no process behind."""
-    plan = json.dumps(_REPEATS if repeats is None else repeats)
-    with tempfile.TemporaryDirectory(prefix="lowtide-wire-") as folder:  # mode 0700
-        command = [sys.executable, "-m", "lowtide.spec.probe_wire"]
-        ranks: list[subprocess.Popen[str]] = []
-        try:
-            for rank in range(_RANKS):
-                ranks.append(
-                    subprocess.Popen(
-                        [*command, str(rank), folder, plan],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    )
-                )
-            return fit_wire(_answer(ranks, time.monotonic() + deadline, deadline))
-        finally:
-            for process in ranks:
-                _end(process)
+    found = ask_two_ranks(
+        "lowtide.spec.probe_wire",
+        _REPEATS if repeats is None else repeats,
+        what="two processes that exchange bytes over gloo",
+        deadline=deadline,
+    )
+    try:
+        samples = [(int(nbytes), float(seconds)) for nbytes, seconds in found]
+    except (ValueError, TypeError) as error:
+        raise wrong_answer(found) from error
+    return fit_wire(samples)
 
 
 def fit_wire(samples: Sequence[tuple[int, float]]) -> Wire:
@@ -72,44 +56,12 @@ def _products(rows: list[tuple[float, float]]) -> tuple[list[tuple[float, float]
     return [(a, a) for a, _ in rows], list(rows), [(b, b) for _, b in rows]
 
 
-def _answer(ranks: list[subprocess.Popen[str]], end: float, deadline: float) -> list[tuple[int, float]]:
-    """What rank 0 printed, when both have ended well."""
-    while any(process.poll() is None for process in ranks):
-        failed = next((rank for rank, process in enumerate(ranks) if process.poll()), None)
-        if failed is not None:
-            raise _failure(ranks, failed)
-        if time.monotonic() > end:
-            raise DeadlineExceeded("two processes that exchange bytes over gloo", deadline)
-        time.sleep(_POLL_SECONDS)
-    failed = next((rank for rank, process in enumerate(ranks) if process.returncode), None)
-    if failed is not None:
-        raise _failure(ranks, failed)
-    out, _ = ranks[0].communicate()
-    try:
-        return [(int(nbytes), float(seconds)) for nbytes, seconds in json.loads(out.splitlines()[-1])]
-    except (ValueError, IndexError, TypeError) as error:
-        raise PeerFailed(0, f"it answered {out[-200:]!r}", "the probe") from error
-
-
-def _failure(ranks: list[subprocess.Popen[str]], rank: int) -> PeerFailed:
-    _, err = ranks[rank].communicate()
-    lines = err.strip().splitlines()
-    return PeerFailed(rank, lines[-1] if lines else f"it ended with code {ranks[rank].returncode}", "the probe")
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        process.kill()
-    with contextlib.suppress(ValueError):  # closed already
-        process.communicate()
-
-
 def _gather_seconds(group: Any, nbytes: int, repeats: int) -> float:
     """Of a gather in which each rank sends ``nbytes``: half of all are faster."""
     import torch
     import torch.distributed as dist
 
-    parts = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(_RANKS)]
+    parts = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(RANKS)]
 
     def gather() -> None:
         works: list[Any] = []
@@ -130,21 +82,15 @@ def _gather_seconds(group: Any, nbytes: int, repeats: int) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """One of the two ranks; rank 0 prints ``[[bytes, seconds], ...]``."""
+    """One of the two ranks; rank 0 answers ``[[bytes, seconds], ...]``."""
     import torch
-    import torch.distributed as dist
-
-    from lowtide.torch_internals import gloo_options
 
     torch.set_num_threads(1)
-    rank, folder, plan = int(arguments[0]), Path(arguments[1]), json.loads(arguments[2])
-    make_store: Any = getattr(dist, "FileStore")  # noqa: B009 - it has no types
-    store = make_store(str(folder / _STORE), _RANKS)
-    options = gloo_options("127.0.0.1", (), timedelta(seconds=10))
-    group = dist.ProcessGroupGloo(store, rank, _RANKS, options)
+    rank, folder, plan = int(arguments[0]), arguments[1], json.loads(arguments[2])
+    group = gloo_of_two(rank, folder)
     samples = [(int(nbytes), _gather_seconds(group, int(nbytes), repeats)) for nbytes, repeats in plan.items()]
     if rank == 0:
-        sys.stdout.write(json.dumps(samples) + "\n")
+        answer(samples)
 
 
 if __name__ == "__main__":
