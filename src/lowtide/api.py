@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,10 +19,11 @@ from torch.optim import Optimizer
 from lowtide.comm.agree import agree
 from lowtide.comm.group import Group
 from lowtide.config import Activations, Comm, Config, Partition, Precision, UnitChoice, Update, build_config, parse_bytes
-from lowtide.errors import NO_WHOLE_COMPILE, ArgumentError, Mismatch, Refused
+from lowtide.errors import NO_WHOLE_COMPILE, ArgumentError, DoesNotFit, Mismatch, Refused
 from lowtide.planning import question
 from lowtide.planning.plan import Plan
 from lowtide.planning.request import Request
+from lowtide.reporting.observing import optimizer_facts
 from lowtide.reporting.recorder import record
 from lowtide.runtime import clipping, hooks, norm
 from lowtide.runtime import gathered as _gathered
@@ -63,6 +65,7 @@ def shard(
     activations: str | Activations = "auto",
     update: str | Update = "step",
     comm: Comm | None = None,
+    adapt: str = "placement",
     run: str | os.PathLike[str] | None = None,
 ) -> tuple[M, OptimizerOrNone]:
     """Shard ``model`` and ``optimizer`` in place over the ranks of ``group``; the training loop stays as it was.
@@ -70,6 +73,7 @@ def shard(
     Both come back as the same objects. ``stage``: 0 nothing sharded, 1 optimizer states, 2 + gradients, 3 + parameters;
     "auto" is 3 on several ranks and 0 on one. ``units`` names modules whose parameters travel together (default: repeated
     blocks). ``group``: a process group or a DeviceMesh, also (replicate x shard); default: all ranks, or none needed.
+    ``adapt="throughput"`` lets it change results for speed while it runs: gradients may cross a slow network as bf16.
     Called again with the same model and an optimizer, it makes that optimizer the model's.
     """
     if isinstance(model, ShardedModule):
@@ -93,6 +97,7 @@ def shard(
             device_memory=device_memory,
             disk=disk,
             weights=weights,
+            adapt=adapt,
             run=run,
         )
         specs = find_units(model, units, bucket_bytes=config.comm.bucket_bytes)
@@ -103,19 +108,32 @@ def shard(
             sharded_optimizer.refuse(optimizer, engine)
         engine.start(optimizer)
         if config.run is not None:
-            engine.recorder = record(engine, config.run)
+            engine.recorder = record(engine, config.run, **optimizer_facts(optimizer))
     except BaseException as error:
-        if not isinstance(error, Mismatch):  # that one is raised on every rank anyway
-            joined.watch.report(error)  # other ranks must not wait for this one
-        if engine is not None and engine.store is not None:
-            engine.store.close()
-        joined.close()
+        _give_up(joined, engine, error)
+        if isinstance(error, DoesNotFit) and run is not None and joined.rank == 0:
+            _leave_refusal(run, error)
         raise
     hooks.install(engine)
     sharded_module.make_sharded(model, engine)
     if optimizer is not None:
         sharded_optimizer.make_sharded(optimizer, engine)
     return model, optimizer
+
+
+def _give_up(joined: Group, engine: Engine | None, error: BaseException) -> None:
+    """``shard`` ends with ``error`` on this rank: the others hear of it, and nothing stays open."""
+    if not isinstance(error, Mismatch):  # that one is raised on every rank anyway
+        joined.watch.report(error)  # other ranks must not wait for this one
+    if engine is not None and engine.store is not None:
+        engine.store.close()
+    joined.close()
+
+
+def _leave_refusal(run: str | os.PathLike[str], error: DoesNotFit) -> None:
+    from lowtide.reporting.report import leave_refusal  # pages are not made in a run that goes well
+
+    leave_refusal(Path(run), error)
 
 
 def _join(group: ProcessGroup | DeviceMesh | None, comm: Comm) -> Group:

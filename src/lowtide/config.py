@@ -205,6 +205,11 @@ class Comm:
             raise ArgumentError("Comm.prefetch and Comm.bucket_bytes must be >= 0.")
 
 
+ADAPTATIONS = ("placement", "throughput")
+"""What may change by itself while a model trains. ``placement``: where bytes live, which changes no bit. ``throughput``: also
+how gradients cross a network, which does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything a caller chose, checked. Frozen: nothing changes it after ``shard`` has returned."""
@@ -219,6 +224,7 @@ class Config:
     device_memory_bytes: int | None
     disk: tuple[DiskFolder, ...]
     weights: str | None
+    adapt: str
     run: str | None
 
 
@@ -292,9 +298,11 @@ def build_config(
     device_memory: int | float | str | None,
     disk: Any,
     weights: Any,
+    adapt: str,
     run: str | os.PathLike[str] | None,
 ) -> Config:
     """Check every argument of ``shard`` and freeze it."""
+    _one_of("adapt", adapt, ADAPTATIONS)
     built = Partition(partition) if isinstance(partition, str) else partition
     if built.shares is not None and len(built.shares) != world_size:
         raise ArgumentError(f"Partition.shares has {len(built.shares)} entries for {world_size} ranks that share the model.")
@@ -317,5 +325,6 @@ def build_config(
         device_memory_bytes=parse_bytes("device_memory", device_memory),
         disk=folders,
         weights=os.fspath(weights) if weights is not None else None,
+        adapt=adapt,
         run=os.fspath(run) if run is not None else None,
     )

@@ -38,6 +38,7 @@ MISTAKES = {
     "train --disk /does/not/exist": "'/does/not/exist', which is not a folder",
     "train --disk /does/not/exist:4GiB": "'/does/not/exist', which is not a folder",
     "train --activations kept": "Did you mean 'keep'?",
+    "train --adapt placment": "Did you mean 'placement'?",
     "train --activations disk": "give --disk DIR",
     "train --update sometimes": "allowed: step, backward",
     "train --update backward": "clips all gradients after backward",

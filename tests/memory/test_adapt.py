@@ -1,12 +1,16 @@
-"""The world changes while a model trains: a slow disk, a smaller control group. Bits stay, and the log says why."""
+"""The world changes while a model trains: a slow disk, a smaller control group, another process in it. Bits stay, and the log
+says why."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,11 +139,13 @@ def test_a_throttled_disk_changes_the_placement_and_no_bit(
 
 
 SQUEEZED = """
-import json, logging, os, sys, torch, lowtide
+import json, logging, os, subprocess, sys, torch, lowtide
 from lowtide.api import engine_of
 from lowtide.job.gpt import GPT
 from lowtide.job.presets import Shape
-group, disk, memory, squeeze = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "squeeze"
+from lowtide.spec.limits import memory_left
+group, disk, memory, how = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+squeeze = how == "squeeze"
 with open(group + "/cgroup.procs", "w") as file:
     file.write(str(os.getpid()))
 said = []
@@ -162,6 +168,13 @@ for step in range(12):
         engine = engine_of(model)
         with open(f"{group}/{limit_file}", "w") as file:
             file.write(str(int(engine.budget.limit * 0.75)))  # less than the limit, as what was imported before is not charged
+    if how == "neighbour" and step == 8:  # and nobody tells it that another process of the group takes memory
+        budget = engine_of(model).budget
+        held = budget.settle()
+        taken = memory_left() - (max(int(budget.limit * 0.9), held + 40 * 2**20) - held)  # it must live until it has noticed
+        # In a session of its own and no child of ours: what children have is part of the number.
+        command = [sys.executable, "-c", NEIGHBOUR, group, str(taken)]
+        subprocess.run(command, check=True)
     torch.manual_seed(step)
     tokens = torch.randint(0, 4096, (2, 128))
     loss = model(tokens, tokens)
@@ -173,9 +186,24 @@ for step in range(12):
     limits.append(engine_of(model).budget.limit)
 print(json.dumps({"losses": losses, "limits": limits, "in_step": in_step, "said": said}))
 """
+NEIGHBOUR = """
+import os, sys, time
+ready, done = os.pipe()
+if os.fork():
+    os.close(done)
+    sys.exit(None if os.read(ready, 1) else "the neighbour has died before it had its memory")
+os.setsid()
+with open(sys.argv[1] + "/cgroup.procs", "w") as file:
+    file.write(str(os.getpid()))
+held = b"x" * int(sys.argv[2])
+for inherited in (0, 1, 2):  # nobody waits for the end of our output
+    os.close(inherited)
+os.write(done, b"!")
+time.sleep(300)
+"""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def group() -> Iterator[Path]:
     root = Path("/sys/fs/cgroup/memory")
     path = (root if root.is_dir() else Path("/sys/fs/cgroup")) / f"lowtide-adapt-{os.getpid()}"
@@ -187,20 +215,55 @@ def group() -> Iterator[Path]:
     path.rmdir()
 
 
-def trained_in(group: Path, disk: Path, memory: int, how: str) -> dict[str, list[object]]:
+def end_all_in(group: Path) -> None:
+    """The neighbour of a run, which does not end with it."""
+    while pids := (group / "cgroup.procs").read_text().split():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def trained_in(group: Path, disk: Path, memory: int, how: str, *, others: int = 0) -> dict[str, list[object]]:
+    """In a control group of ``memory``, and ``others`` for other processes."""
     name = next(f for f in ("memory.limit_in_bytes", "memory.max") if (group / f).exists())
-    (group / name).write_text(str(memory))
-    done = subprocess.run(
-        [sys.executable, "-c", SQUEEZED, str(group), str(disk), str(memory), how], capture_output=True, text=True, timeout=110
-    )
+    (group / name).write_text(str(memory + others))
+    program = f"NEIGHBOUR = {NEIGHBOUR!r}\n{SQUEEZED}"
+    command = [sys.executable, "-c", program, str(group), str(disk), str(memory), how]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    finally:
+        end_all_in(group)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_run_that_is_squeezed_lives_on_with_the_same_bits(group: Path, tmp_path: Path) -> None:
+MEMORY = 1000 * MIB
+
+
+@pytest.fixture(scope="module")
+def calm(group: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+    """The run that nothing disturbs."""
+    return trained_in(group, tmp_path_factory.mktemp("calm"), MEMORY, "calm")
+
+
+@pytest.mark.timeout(600)  # two runs, which take long on a busy disk
+def test_memory_that_another_process_took_is_noticed(group: Path, tmp_path: Path, calm: dict[str, list[object]]) -> None:
+    found = trained_in(group, tmp_path, MEMORY, "neighbour", others=600 * MIB)
+    assert found["losses"] == calm["losses"]
+    limits = [int(n) for n in found["limits"]]  # type: ignore[call-overload]
+    assert limits[:8] == [MEMORY] * 8
+    assert 0.8 * MEMORY < limits[8] < 0.95 * MEMORY
+    assert found["in_step"][8] == limits[8], "before the step, not after it"
+    reasons = [str(line) for line in found["said"] if "placed anew" in str(line)]
+    assert any(line.startswith("the machine leaves") for line in reasons)
+    assert not any("the machine leaves" in str(line) for line in calm["said"])
+
+
+@pytest.mark.timeout(600)  # two runs, which take long on a busy disk
+def test_a_run_that_is_squeezed_lives_on_with_the_same_bits(group: Path, tmp_path: Path, calm: dict[str, list[object]]) -> None:
     """First by set_memory, then by a smaller control group, of which nobody tells it."""
-    memory = 1000 * MIB
-    calm = trained_in(group, tmp_path, memory, "calm")
+    memory = MEMORY
     squeezed = trained_in(group, tmp_path, memory, "squeeze")
     assert squeezed["losses"] == calm["losses"]
     limits = [int(n) for n in squeezed["limits"]]  # type: ignore[call-overload]

@@ -17,6 +17,7 @@ from lowtide.job.options import ACTIVATIONS, Options, check_same_run, parse_batc
 from lowtide.job.presets import PRESETS
 from lowtide.job.restarts import start_with_restarts
 from lowtide.job.run_folder import refuse_run_in_use
+from lowtide.job.ways import ways_out_of
 from lowtide.reporting.report import leave_post_mortem
 
 _DEFAULTS = Options()
@@ -26,6 +27,14 @@ _Update = Annotated[
     typer.Option(
         help="When the optimizer runs: step (after backward) or backward (unit by unit, so that no gradient outlives its "
         "unit). Default: backward if nothing is clipped (--synthetic) and --memory or --disk is given, else step."
+    ),
+]
+_Adapt = Annotated[
+    str,
+    typer.Option(
+        metavar="placement|throughput",
+        help="What may change by itself while it runs: where bytes live (no bit changes), or also how gradients cross a slow "
+        "network (results change).",
     ),
 ]
 _Run = Annotated[
@@ -110,6 +119,7 @@ def train(
         str, typer.Option(help=f"What backward needs from forward: {', '.join(ACTIVATIONS)}.")
     ] = _DEFAULTS.activations,
     update: _Update = None,
+    adapt: _Adapt = _DEFAULTS.adapt,
     seed: Annotated[int, typer.Option(help="Start of all random numbers.")] = _DEFAULTS.seed,
     run: _Run = None,
     save_every: _SaveEvery = None,
@@ -132,6 +142,7 @@ def train(
     chosen: dict[str, Any] = {"preset": preset, "model": model, "data": data, "synthetic": synthetic}
     chosen |= {"steps": steps, "batch": parse_batch_word(batch), "lr": lr, "ranks": ranks, "threads": threads, "seed": seed}
     chosen |= {"memory": memory, "disk": tuple(disk or ()), "activations": activations, "update": update}
+    chosen |= {"adapt": adapt}
     chosen |= {"save_every": save_every, "keep": keep, "resume": resume, "background_saves": background_saves}
     chosen |= {"log": tuple(log or ())}
     chosen |= {"restarts": restarts, "nonfinite": nonfinite, "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))}
@@ -163,7 +174,7 @@ def run_job(options: Options, *, output: str) -> int:
         failure = describe(error, placement.rank if placement is not None else 0)
         code = say_failure(failure, ranks=placement.size if placement is not None else 1)
         if options.run is not None and isinstance(error, MemoryError | RuntimeError):
-            told = leave_post_mortem(Path(options.run))
+            told = leave_post_mortem(Path(options.run), ways=ways_out_of)
             if told is not None:
                 say_wrong(told)
         if placement is not None:

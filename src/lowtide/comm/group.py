@@ -77,6 +77,22 @@ class Group:
         """The ranks on this host, this one among them, by their number in the job."""
         return self._links.host_ranks if self._links is not None else (0,)
 
+    @property
+    def codec(self) -> str | None:
+        """How gradients cross the network between hosts; None if they cross none."""
+        codec = self._links.codec if self._links is not None else None
+        return codec.name if codec is not None else None
+
+    def use_codec(self, name: str) -> None:
+        """Another codec from now on. All ranks do this at the same place, where none of them reduces."""
+        if self._links is not None:
+            self._links.use_codec(codec_named(name))
+
+    @property
+    def crossing_seconds(self) -> float:
+        """How long gradients have been under way between hosts so far."""
+        return self._links.crossing_seconds if self._links is not None else 0.0
+
     def shared_memory(self) -> tuple[int, int]:
         """Bytes of memory that the ranks of this host hold together now, and how many ranks they are."""
         taken = self._links.shared_bytes if self._links is not None else 0

@@ -99,6 +99,7 @@ class Links:
         self._bootstraps: dict[tuple[int, ...], TorchTransport] = {}
         self._locals: list[LocalTransport] = []
         self._segments: list[Segment] = []
+        self._crossing: list[TwoLevel | TorchTransport] = []  # those that add up numbers of several hosts
         self._hosts = self._ask_for_hosts(transport)
         self._shares = self._can_share(transport)
 
@@ -139,6 +140,23 @@ class Links:
         segments = [*self._segments, *(s for local in self._locals for s in local.segments)]
         return sum(segment.taken_bytes for segment in segments)
 
+    @property
+    def codec(self) -> Codec | None:
+        """How gradients cross the network between hosts; None if they cross none, or if it is not known which ranks share a
+        host."""
+        return self._codec if self._crossing else None
+
+    def use_codec(self, codec: Codec) -> None:
+        """Another one from now on. All ranks do this at the same place, where none of them reduces."""
+        self._codec = codec
+        for transport in self._crossing:
+            transport.use_codec(codec)
+
+    @property
+    def crossing_seconds(self) -> float:
+        """How long gradients have been under way between hosts so far."""
+        return sum(transport.crossing_seconds for transport in self._crossing)
+
     def share_memory(self, nbytes: int, ask: Callable[[bytes], list[bytes]]) -> CommonMemory | None:
         """Collective over the shard axis: memory that its ranks on this host map, or None. ``ask``: the bytes of all ranks."""
         row = self._members.rows[self._replicate.rank]
@@ -164,6 +182,7 @@ class Links:
             segment.close()
         self._segments.clear()
         self._locals.clear()
+        self._crossing.clear()
 
     # -- who is where -------------------------------------------------------------------------------------------------
 
@@ -233,7 +252,9 @@ class Links:
             return TorchTransport(self._torch_group(ranks), codec=self._codec, device=device)
         hosts = self._by_host(ranks)
         if not self._shares or not _regular(hosts):
-            return TorchTransport(self.gloo(name, ranks), codec=self._codec)
+            over = TorchTransport(self.gloo(name, ranks), codec=self._codec)
+            self._crossing += [over] if len(hosts) > 1 else []
+            return over
         here = next(host for host in hosts if dist.get_rank() in host)
         at = here.index(dist.get_rank())
         local = LocalTransport(at, len(here), share=self._bootstrap(here), timeout=self._timeout.total_seconds())
@@ -241,13 +262,15 @@ class Links:
         if len(hosts) == 1:
             return local
         rail = tuple(host[at] for host in hosts)
-        return TwoLevel(
+        two_level = TwoLevel(
             ranks.index(dist.get_rank()),
             [[ranks.index(rank) for rank in host] for host in hosts],
             local=local,
             rail=TorchTransport(self.gloo(f"{name}/rail{at}", rail)),
             codec=self._codec,
         )
+        self._crossing.append(two_level)
+        return two_level
 
     def _torch_group(self, ranks: Sequence[int]) -> ProcessGroup:
         new_group = cast("Callable[..., ProcessGroup]", getattr(dist, "new_group"))  # noqa: B009 - it has no types

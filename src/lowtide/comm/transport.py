@@ -7,6 +7,7 @@ whole process when sizes differ, so callers agree on sizes first (the header of 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -148,6 +149,8 @@ class TorchTransport:
         self._scratch: dict[str, Tensor] = {}  # grown to the largest reduction and reused
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
+        self.crossing_seconds = 0.0
+        """How long numbers have been under way to be added up so far. Written by the thread that reduces."""
         self._gloo = process_group.name() == "gloo"
 
     def gather(self, whole: Tensor, cuts: Sequence[int]) -> None:
@@ -173,7 +176,9 @@ class TorchTransport:
         fill(send)
         mine = counts[self.rank]
         recv = self.scratch("recv", mine * self.size * dtype.itemsize).view(dtype)
+        began = time.perf_counter()
         exchange_encoded(self, self._codec, send, counts, recv, [mine] * self.size)
+        self.crossing_seconds += time.perf_counter() - began
         total = tree_sum([recv[k * mine : (k + 1) * mine] for k in range(self.size)])
         if not whole:
             yield total
@@ -182,6 +187,10 @@ class TorchTransport:
         send[ends[self.rank] : ends[self.rank + 1]].copy_(total)
         self.gather(send.view(torch.uint8), [end * dtype.itemsize for end in ends])
         yield send
+
+    def use_codec(self, codec: Codec) -> None:
+        """From the next reduction on; none may be under way on any rank."""
+        self._codec = codec
 
     @property
     def buffer_bytes(self) -> int:

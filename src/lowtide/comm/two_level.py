@@ -8,6 +8,7 @@ instead of one per rank. Rails are used at the same time, so that no single proc
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -42,11 +43,17 @@ class TwoLevel:
         self._mine = self._rails[local.rank]  # the ranks of my rail, host by host
         self._hosts = hosts
         self._nodes = [nodes_within(ranks, self.size) for ranks in hosts]
+        self.crossing_seconds = 0.0
+        """How long sums have been under way between hosts so far. Written by the thread that reduces."""
 
     @property
     def local(self) -> LocalTransport:
         """The ranks of this host."""
         return self._local
+
+    def use_codec(self, codec: Codec) -> None:
+        """From the next reduction on; none may be under way on any rank."""
+        self._codec = codec
 
     @property
     def buffer_bytes(self) -> int:
@@ -101,7 +108,9 @@ class TwoLevel:
             for values in row if h != here else ():
                 send[at : at + values.numel()].copy_(values)
                 at += values.numel()
+        began = time.perf_counter()
         exchange_encoded(self._rail, self._codec, send, send_counts, recv, recv_counts)
+        self.crossing_seconds += time.perf_counter() - began
         found: dict[Node, Tensor] = dict(zip(self._nodes[here], sums[here], strict=True))
         at = 0
         for h, its_nodes in enumerate(self._nodes):

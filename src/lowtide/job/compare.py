@@ -22,6 +22,7 @@ from lowtide.job.batches import SyntheticBatches
 from lowtide.job.memory import counted_peak, job_peak, measure_rank, rank_memory_from_json, reset_peak
 from lowtide.job.models import build_model
 from lowtide.job.options import Options, cores
+from lowtide.job.planned import Choices
 from lowtide.job.ranks import Member, gather_json, joined
 from lowtide.job.sides import Side, SideDisk
 from lowtide.job.tiers import DiskTraffic, Meter, shard_as_asked
@@ -36,7 +37,7 @@ def run_side(name: str, options: Options, member: Member) -> Side:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
     forward: nn.Module = model
     if name == "lowtide":
-        shard_as_asked(model, optimizer, options)
+        shard_as_asked(model, optimizer, options, Choices(stage=options.stage))
     elif member.ranks > 1:
         forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch.manual_seed(options.seed + member.rank)  # pyright: ignore[reportUnknownMemberType]

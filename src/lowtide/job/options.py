@@ -20,6 +20,7 @@ _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 ACTIVATIONS = ("auto", "keep", "recompute", "host", "disk")
 UPDATES = ("step", "backward")
 NONFINITE = ("skip", "raise")
+ADAPT = ("placement", "throughput")
 _SAME_RUN = ("preset", "model", "data", "synthetic")
 """What must be as it was when a command goes on with a run."""
 MAX_RANKS = 256
@@ -51,6 +52,7 @@ class Options:
     disk: tuple[str, ...] = ()
     activations: str = "auto"
     update: str | None = None
+    adapt: str = "placement"
     save_every: int | None = None
     keep: int = 3
     resume: str = "auto"
@@ -96,6 +98,7 @@ class Options:
 
     def _check_tiers(self) -> None:
         _one_of("--activations", self.activations, ACTIVATIONS)
+        _one_of("--adapt", self.adapt, ADAPT)
         if self.memory is not None or self.disk:
             # Here, not above: it imports torch, for which --help and a mistyped flag should not wait.
             from lowtide.config import parse_bytes, parse_disk

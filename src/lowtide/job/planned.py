@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from lowtide.planning.planner import make_plan
 from lowtide.planning.question import Machine, find_machine
 from lowtide.planning.request import Request
 from lowtide.spec.model import ModelSpec
-from lowtide.stages import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +36,22 @@ class Planned:
         }
 
 
-def plan_job(options: Options, built: Built, stage: Stage, member: Member) -> Planned:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the caller left open and rank 0's plan has chosen, the same on all ranks. Neither changes a bit."""
+
+    stage: int | str
+    """``auto`` if there is no plan to choose one: then as much is sharded as can be."""
+    chunk_bytes: int | None = None
+    """Of an update from the disk; None for the usual size."""
+
+
+def plan_job(options: Options, built: Built, member: Member) -> Planned:
     """What the job will take, by what is known of this machine. A model that cannot be traced has no plan."""
     machine = find_machine("this", list(options.disk) or None)
     try:
         plan = make_plan(
-            spec_of(built, options.model_name, options.batch_size), machine.hardware, _request(options, stage, member, machine)
+            spec_of(built, options.model_name, options.batch_size), machine.hardware, _request(options, member, machine)
         )
     except (Refused, ArgumentError, DoesNotFit) as error:
         return Planned(plan=None, text=f"There is no plan for {options.model_name}: {error}\n")
@@ -50,14 +59,24 @@ def plan_job(options: Options, built: Built, stage: Stage, member: Member) -> Pl
     return Planned(plan=plan, text=f"{plan}\n{notes}")
 
 
-def choose_batch(options: Options, built: Built, stage: Stage, member: Member) -> int:
+def agree_choices(planned: Planned, options: Options, member: Member) -> Choices:
+    """What to shard with. Collective: ranks see different amounts of free memory, and would plan differently."""
+    plan, mine = planned.plan, Choices(stage=options.stage)
+    if plan is not None:
+        by_chunks = bool(options.disk) and plan.placement == "streamed"
+        chosen = plan.stage if member.ranks > 1 else options.stage
+        mine = Choices(stage=chosen, chunk_bytes=plan.chunk_bytes if by_chunks else None)
+    return Choices(**gather_json(asdict(mine), member)[0])
+
+
+def choose_batch(options: Options, built: Built, member: Member) -> int:
     """``--batch auto``: the number of sequences per rank with which most are trained per second. The same on all ranks."""
     if options.batch != "auto":
         return options.batch_size
     machine = find_machine("this", list(options.disk) or None)
     mine: dict[str, Any] = {}
     try:
-        request = _request(options, stage, member, machine)
+        request = _request(options, member, machine)
         mine["batch"], _ = best_batch(lambda n: spec_of(built, options.model_name, n), machine.hardware, request)
     except Refused as error:
         mine["error"] = f"--batch is 'auto', but the model cannot be planned ({error}); give a number."
@@ -81,11 +100,11 @@ def spec_of(built: Built, name: str, batch: int, *, length: int | None = None, d
     return trace(built.model, arguments, **how)
 
 
-def _request(options: Options, stage: Stage, member: Member, machine: Machine) -> Request:
+def _request(options: Options, member: Member, machine: Machine) -> Request:
     return Request(
         world_size=member.ranks,
         ranks_per_host=member.local_ranks,
-        stage=stage.number,
+        stage=options.stage,
         memory_bytes=options.memory_bytes,
         disk_bytes=machine.disk_bytes,
         activations=options.activations,

@@ -61,11 +61,12 @@ def _run_lines(result: Result, run: str) -> list[str]:
     return [*lines, f"files      {run}/ (config.json, plan.txt, plan.json, metrics.jsonl, events.jsonl)"]
 
 
-def outlook(plan: Plan) -> str:
-    """What a plan promises, in one line before the first step."""
+def outlook(plan: Plan, *, asked_stage: int | str) -> str:
+    """What a plan chose and promises, in one line before the first step."""
+    chosen = f"stage {plan.stage} (chosen), " if asked_stage == "auto" and plan.world_size > 1 else ""
     peak = f"{mebibytes(plan.predicted_peak_bytes)} of host memory"
     how = "all of it in memory" if plan.placement == "plain" else "the rest on disk"
-    return f"plan: {plan.predicted_seconds:.2f} s a step, limited by {plan.limited_by}; {peak}, {how}"
+    return f"plan: {chosen}{plan.predicted_seconds:.2f} s a step, limited by {plan.limited_by}; {peak}, {how}"
 
 
 def _against_plan(result: Result) -> str:

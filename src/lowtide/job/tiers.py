@@ -5,28 +5,32 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.optim import Optimizer
 
 import lowtide
 from lowtide.api import engine_of
+from lowtide.config import Update
 from lowtide.job.gauges import Limits
 from lowtide.job.options import Options
+from lowtide.job.planned import Choices
 from lowtide.runtime.usage import Usage
 
 
-def shard_as_asked(model: nn.Module, optimizer: Optimizer, options: Options) -> None:
-    """The one line that a plain loop gains, with everything that the job was asked for."""
+def shard_as_asked(model: nn.Module, optimizer: Optimizer, options: Options, choices: Choices) -> None:
+    """The one line that a plain loop gains, with everything that the job was asked for and what a plan chose for it."""
+    update = Update(options.update_when)
     lowtide.shard(
         model,
         optimizer,
         memory=options.memory,
         disk=list(options.disk) or None,
-        stage=options.stage,
+        stage=choices.stage,
         activations=options.activations,
-        update=options.update_when,
+        update=update if choices.chunk_bytes is None else replace(update, chunk_bytes=choices.chunk_bytes),
+        adapt=options.adapt,
         run=options.run,
     )
 

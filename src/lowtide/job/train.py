@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lowtide.api import engine_of
-from lowtide.config import parse_stage
 from lowtide.job.batches import Batches, SyntheticBatches, TextBatches
 from lowtide.job.checkpoints import Checkpoints, Trainee
 from lowtide.job.corpus import default_cache_folder, open_corpus, prepare_corpus
@@ -29,7 +28,7 @@ from lowtide.job.models import Built, build_model
 from lowtide.job.options import Options, cores
 from lowtide.job.outlets import Outlets, end_record
 from lowtide.job.pace import Pace
-from lowtide.job.planned import Planned, choose_batch, plan_job
+from lowtide.job.planned import Planned, agree_choices, choose_batch, plan_job
 from lowtide.job.progress import Reporter
 from lowtide.job.ranks import Member, everybody, gather_json, wait_for_all
 from lowtide.job.records import Result
@@ -46,16 +45,16 @@ def train(options: Options, member: Member, reporter: Reporter) -> Result:
     outlets = Outlets(options.log if member.rank == 0 else ())
     built = build_model(options)
     params = sum(parameter.numel() for parameter in built.model.parameters())
-    stage = parse_stage(options.stage, member.ranks)
-    options = replace(options, batch=choose_batch(options, built, stage, member))
+    options = replace(options, batch=choose_batch(options, built, member))
     batches, data_facts = _open_batches(options, built, member, reporter)
-    planned = plan_job(options, built, stage, member) if member.rank == 0 else Planned(plan=None, text="")
+    planned = plan_job(options, built, member) if member.rank == 0 else Planned(plan=None, text="")
     optimizer = torch.optim.AdamW(built.model.parameters(), lr=options.lr, fused=True)
-    shard_as_asked(built.model, optimizer, options)
+    shard_as_asked(built.model, optimizer, options, agree_choices(planned, options, member))
+    outlets.listen(built.model)
     stage = engine_of(built.model).config.stage
     facts: dict[str, Any] = {"params": params, "stage": stage.number, "ranks": member.ranks, **data_facts}
     if planned.plan is not None:
-        reporter.tell(outlook(planned.plan))
+        reporter.tell(outlook(planned.plan, asked_stage=options.stage))
     with _failures_told(built), _run_folder(options, member, facts, planned) as folder:
         torch.manual_seed(options.seed + member.rank)  # pyright: ignore[reportUnknownMemberType]
         try:

@@ -9,7 +9,8 @@ The same moments are ranges in a ``torch.profiler`` profile, if one is being tak
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 from lowtide.runtime.profiling import Ranges
 from lowtide.runtime.trace import Spans
@@ -26,6 +27,8 @@ class StepClock:
         """Seconds of the backward passes of this step so far."""
         self.passes = 0
         """Backward passes in this step."""
+        self.stood_still = 0.0
+        """Seconds of this step so far in which backward may have waited for reductions."""
         self.spans: Spans | None = None
         """Where each stretch of compute is noted; None: nowhere."""
         self.listener: Callable[[str], None] | None = None
@@ -69,6 +72,15 @@ class StepClock:
         if self.spans is not None:
             self.spans.add("compute", "forward" if self.backward_since is None else "recompute", unit.name, since, now)
 
+    @contextmanager
+    def reducing(self) -> Generator[None]:
+        """Backward hands over gradients, or waits for them, inside."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stood_still += time.perf_counter() - since
+
     def backward_begins(self) -> None:
         self.backward_since = time.perf_counter()
         self._backward_range.enter("backward", "")
@@ -87,7 +99,7 @@ class StepClock:
         now = time.perf_counter()
         seconds = now - self._step_since if self._step_since is not None else None
         self._step_since = now
-        self.forward, self.backward, self.passes = {}, 0.0, 0
+        self.forward, self.backward, self.passes, self.stood_still = {}, 0.0, 0, 0.0
         self._computing.clear()
         self._ranges.clear()
         self._backward_range.clear()

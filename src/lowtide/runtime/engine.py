@@ -20,6 +20,7 @@ from lowtide.config import Config
 from lowtide.runtime.announcer import Announcer, Verb
 from lowtide.runtime.assembly import Assembly
 from lowtide.runtime.backward_update import BackwardUpdate
+from lowtide.runtime.crossing import Crossing
 from lowtide.runtime.grads import refuse_unreduced
 from lowtide.runtime.inputs import prepare_inputs
 from lowtide.runtime.outputs import tensors_in
@@ -54,6 +55,7 @@ class Engine(Assembly):
         super().__init__(model, specs, config, group, channels, whole_parameters=whole_parameters)
         self.skipped_steps = self.steps_taken = 0
         self.announcer = Announcer()
+        self.crossing = Crossing(config, group, self.exchange)
         self.optimizers: list[weakref.ref[Optimizer]] = []  # in the order in which they were sharded
         self._forward_order, self._backward_order = Successors(), Successors()
         self._depth = 0  # of forward passes under way: root or unit
@@ -204,7 +206,8 @@ class Engine(Assembly):
         record = self.grads.by_key[key]
         self.trace("gradient", self.name_of[record.param])
         self.grads.divide_by(self.scale.value)
-        unit = self.grads.arrived(record)
+        with self.placer.clock.reducing():
+            unit = self.grads.arrived(record)
         self.residency.retry()
         if self.backward_update is not None:
             self.budget.look(None)  # what an update takes, it takes once
@@ -223,7 +226,8 @@ class Engine(Assembly):
         self.grads.divide_by(self.scale.value)
         try:
             with self.announcer.doing(Verb.FINISH if self.grads.active and self.grads.sync else Verb.LOOK):
-                self.grads.finish()
+                with self.placer.clock.reducing():
+                    self.grads.finish()
                 if self.backward_update is not None:
                     self._or_poison(self.backward_update.finish)
         except BaseException:
@@ -279,7 +283,7 @@ class Engine(Assembly):
             return False
         self.residency.forget()
         self._or_poison(lambda: self._update(optimizer))
-        self._after_step()
+        _after_step(self)
         return True
 
     def _update(self, optimizer: Optimizer) -> None:
@@ -290,12 +294,6 @@ class Engine(Assembly):
         if self.config.stage.optimizer:
             _publish(self)
         _note_written(self, updated)
-
-    def _after_step(self) -> None:
-        self.steps_taken += 1
-        self.group.deadlines.settled()
-        self.trace("update", "")
-        self.placer.after_step(self.activations.saved, self.shelves, put_off=self.due.under_way)
 
     def set_memory(self, limit: int) -> None:
         """From the next step on the ranks of this host may use ``limit`` bytes of its memory together."""
@@ -396,6 +394,18 @@ def _publish(engine: Engine) -> None:
             ticket.wait()
 
 
+def _after_step(engine: Engine) -> None:
+    """All ranks have updated: learn from the step, and change what should be otherwise in the next."""
+    engine.steps_taken += 1
+    engine.group.deadlines.settled()
+    engine.trace("update", "")
+    stood_still = engine.placer.clock.stood_still
+    engine.placer.after_step(engine.activations.saved, engine.shelves, put_off=engine.due.under_way)
+    changed = engine.crossing.after_step(engine.placer.step_seconds, stood_still)
+    if changed is not None and engine.recorder is not None:
+        engine.recorder.mark("replan", changed)
+
+
 def _end_step_in_backward(engine: Engine, backward_update: BackwardUpdate) -> bool:
     taken, bad_unit = backward_update.end_step()
     engine.scale.after_step(skipped=not taken)
@@ -403,7 +413,7 @@ def _end_step_in_backward(engine: Engine, backward_update: BackwardUpdate) -> bo
         _skip(engine, bad_unit.name)
     elif engine.config.stage.optimizer:
         _publish(engine)
-    engine._after_step()  # pyright: ignore[reportPrivateUsage]
+    _after_step(engine)
     return taken
 
 

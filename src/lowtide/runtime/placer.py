@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch.optim import Optimizer
 
 from lowtide.config import Config
-from lowtide.planning.options import Tier
+from lowtide.planning.options import Rates, Tier
 from lowtide.planning.placement import (
     Forecast,
     Needs,
@@ -24,6 +24,7 @@ from lowtide.planning.placement import (
     UnitPlacement,
     after_measuring,
     arenas,
+    as_it_is,
     at_start,
     refuse_infeasible,
     slack_of,
@@ -44,6 +45,7 @@ from lowtide.runtime.needs import (
 )
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
+from lowtide.runtime.switching import Reason, switch_between
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.update import Update
 from lowtide.tiers.device import Memory
@@ -54,6 +56,7 @@ _log = logging.getLogger("lowtide")
 _LEARNING_STEPS = 3
 _POLICIES = ("keep", "recompute", "disk", "host")
 _MICRO = 1_000_000
+_ATTO = 10**18  # seconds per byte as whole numbers
 _NOISE = 0.02  # of the limit
 
 
@@ -177,12 +180,13 @@ class Placer:
         if self._needs is None:
             return
         self.guard.note(saved)
+        self._budget.look(None)
         if self.guard.learning:
             self.guard.learning = False
-            self._budget.forget_growth()
+            self._budget.forget_growth()  # of the update, too: the states that the first one made are not made again
         if self._to_learn == _LEARNING_STEPS - 1:
             self._fit_buffers(self._needs)
-        self._budget.look(None)
+            self._budget.read()
         stay, shelves.grads.kept_in_forward = shelves.grads.kept_in_forward, None
         peak = self._budget.needed + (0 if put_off else self._unused_room())
         peak = self._learn(self._needs, peak, forward, backward, stay=stay)
@@ -199,7 +203,7 @@ class Placer:
         if self._needs is None or self._changed is None or self.forecast is None:
             return  # or after the first step, which shows what there is to place
         why, self._changed = self._changed, None
-        self._place_between_steps(self._needs, self._asked or self._needs.budget, why, self.forecast, shelves)
+        self._place_between_steps(self._needs, self._asked or self._needs.budget, Reason(why), self.forecast, shelves)
 
     def before_forward(self, shelves: Shelves) -> None:
         """A control group that has become smaller since the last step would not survive the next one in this placement. On
@@ -209,14 +213,14 @@ class Placer:
         if self._needs.budget - self._allowed(self._needs) > _NOISE * self._needs.budget:
             self._budget.look_around()  # loader workers may have been started since the last step
             if self._needs.budget - (allowed := self._allowed(self._needs)) > _NOISE * self._needs.budget:
-                why = _leaves(allowed, self._needs.budget)
+                why = Reason(_leaves(allowed, self._needs.budget))
                 self._place_between_steps(self._needs, allowed, why, self.forecast, shelves)
 
     def _allowed(self, needs: Needs) -> int:
         """What this rank may use by its own reading of the limits."""
         return max(memory_allowed(needs.budget, self._budget.read(), ranks=self._local_ranks), self._least_limit)
 
-    def _place_between_steps(self, needs: Needs, limit: int, why: str, forecast: Forecast, shelves: Shelves) -> None:
+    def _place_between_steps(self, needs: Needs, limit: int, why: Reason, forecast: Forecast, shelves: Shelves) -> None:
         peak = max(forecast.peak_bytes, self._budget.read())
         self._place_anew(self._limited(needs, limit), why, peak, shelves)
         self._began_tidy = True
@@ -236,8 +240,8 @@ class Placer:
         self._use_needs(with_measurements(needs, self._units, self.guard.activations, measured, micro / _MICRO))
         return peak
 
-    def _why_anew(self, needs: Needs, peak: int) -> str | None:
-        """The reason to place anew, if there is one (empty while learning); the same on all ranks."""
+    def _why_anew(self, needs: Needs, peak: int) -> Reason | None:
+        """The reason to place anew, if there is one; the same on all ranks."""
         speed = self._speed.look(self.step_seconds) if self._speed is not None else None
         asked = self._asked or needs.budget
         allowed = memory_allowed(asked, self._budget.read(), ranks=self._local_ranks)
@@ -248,15 +252,17 @@ class Placer:
             reason = _leaves(limit, needs.budget)
         if reason is not None:
             self._limited(needs, limit)
-            return reason
+            return Reason(reason)
+        too_much = peak > needs.budget - needs.slack // 2
         if other_speed:
-            return speed or "the disk of another rank gives another speed than before"
-        if peak > needs.budget - needs.slack // 2:
+            words = speed or "the disk of another rank gives another speed than before"
+            return Reason(words, may_stay=not too_much and not self._to_learn)
+        if too_much:
             if self._began_tidy:
-                return f"a step took {_mib(peak)} of {_mib(needs.budget)}"
+                return Reason(f"a step took {_mib(peak)} of {_mib(needs.budget)}")
             self._to_learn = 2  # some of that is what the allocator keeps: one step without it, and then decide
             return None
-        return "" if self._to_learn else None
+        return Reason("") if self._to_learn else None
 
     @property
     def _least_limit(self) -> int:
@@ -274,22 +280,35 @@ class Placer:
         self._to_learn = _LEARNING_STEPS
         return needs
 
-    def _place_anew(self, needs: Needs, why: str, peak: int, shelves: Shelves) -> None:
+    def _place_anew(self, needs: Needs, why: Reason, peak: int, shelves: Shelves) -> None:
         shelves.settle()
         if self._speed is not None:
-            needs = with_rates(needs, self._speed.rates)
+            needs = with_rates(needs, self._slowest(self._speed.rates))
             self._use_needs(needs)
-        placement, self.forecast = after_measuring(needs, peak, self.placement, self._policies)
-        placement = self._as_rank_0(placement)
+        found, self.forecast = after_measuring(needs, peak, self.placement, self._policies)
+        if why.may_stay:
+            found, self.forecast = self._if_it_pays(needs, why, peak, (found, self.forecast))
+        placement = self._as_rank_0(found)  # also if it is the one in force, because moving does not pay there
         pairs = list(zip(self.placement.units, placement.units, strict=True))
         changed = sum(old != new for old, new in pairs)
+        if why.may_stay and not changed:
+            return
         self._budget.forget_growth({i for i, (old, new) in enumerate(pairs) if old.activations != new.activations})
-        if why:
-            _log.info("%s: %d of %d units are placed anew", why, changed, len(self._units))
+        if why.words:
+            _log.info("%s: %d of %d units are placed anew", why.words, changed, len(self._units))
         self._trim_arenas()  # what the old placement needed of them, this one may not, and bytes that move need room
         self._move_to(placement, shelves)
-        self.why = why
+        self.why = why.words
         self._trim_arenas()
+
+    def _if_it_pays(self, needs: Needs, why: Reason, peak: int, new: tuple[Placement, Forecast]) -> tuple[Placement, Forecast]:
+        """``new``, or all as it is if what that saves does not pay for the bytes that would move."""
+        now = self.placement, as_it_is(needs, peak, self.placement)
+        switch = switch_between(needs, now, new)
+        if switch.pays:
+            return new
+        _log.debug("%s: the placement stays as it is; %s", why.words, switch)
+        return now
 
     def _as_rank_0(self, placement: Placement) -> Placement:
         """All ranks use one placement, also if a search that was stopped found different ones."""
@@ -304,6 +323,11 @@ class Placer:
             for i in range(0, len(first), 4)
         )
         return replace(placement, units=units)
+
+    def _slowest(self, rates: Rates) -> Rates:
+        """Of the disks of all ranks: a step lasts as long as that of the slowest."""
+        read, write = self._largest([int(rates.disk_read * _ATTO), int(rates.disk_write * _ATTO)])
+        return replace(rates, disk_read=read / _ATTO, disk_write=write / _ATTO)
 
     def _largest(self, numbers: list[int]) -> list[int]:
         """The largest of every number over all ranks."""
