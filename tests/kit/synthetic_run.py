@@ -71,6 +71,10 @@ class Job:
     last_unit: str = "head"
     gap: float = 0.002
     """Seconds between two steps."""
+    clips: bool = False
+    """Whether most of the update is clipping, in steps recorded in detail."""
+    cpu_given: float | None = 97.0
+    """Percent of the processor time that it asked for."""
 
 
 def write_run(folder: Path, job: Job | None = None, **changes: Any) -> Path:
@@ -228,6 +232,8 @@ def _memory_line(job: Job, rank: int, *, t: float, step: int, moment: str) -> Me
         cgroup_bytes=anonymous * job.ranks + 30 * MIB if job.limit else None,
         cgroup_limit_bytes=job.limit,
         cpu_percent=172.0,
+        cpu_given_percent=job.cpu_given,
+        disk_busy_percent=60.0 if job.has_folder else None,
         disk_free_bytes=200 * GIB,
         fds=40,
         threads=22,
@@ -239,6 +245,9 @@ def _memory_line(job: Job, rank: int, *, t: float, step: int, moment: str) -> Me
 def _spans(job: Job, names: list[str], seconds: float, rng: random.Random) -> list[Span]:
     """Forward through all units, backward through them again, with fetches before and writes behind."""
     rows: list[Span] = []
+    if job.clips:
+        rows.append(Span(seconds * 0.5, seconds * 0.9, "update", "clip", 0, 0))
+        rows.append(Span(seconds * 0.9, seconds, "update", "update", 0, 0))
     each = seconds / (len(names) * 3)
     at = 0.0
     for phase, order in (("forward", range(1, len(names) + 1)), ("backward", range(len(names), 0, -1))):
@@ -246,7 +255,7 @@ def _spans(job: Job, names: list[str], seconds: float, rng: random.Random) -> li
             long = each * (1.0 if phase == "forward" else 2.0)
             wait = long * job.disk_share * rng.uniform(0.6, 1.4)
             rows.append(Span(max(0.0, at - each * 0.7), at + wait, "disk read", "fetch", unit, job.unit_bytes))
-            rows.append(Span(at, at + wait, "wait", "wait", unit, 0))
+            rows.append(Span(at, at + wait, "wait", "wait for disk", unit, 0))
             if job.ranks > 1:
                 rows.append(Span(at + wait * 0.5, at + wait, "gather", "gather", unit, job.unit_bytes))
             rows.append(Span(at + wait, at + long, "compute", phase, unit, 0))

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from lowtide.api import engine_of
 from lowtide.reporting.leaks import FILE_DESCRIPTORS, NOT_OURS, SPOOL, THREADS, Leak, LeakWatch
 from lowtide.tiers.store import Key
+from tests.kit.specimen import WIDTH
 from tests.reporting.runs import finished, recorded, train
 
 MIB = 2**20
@@ -196,9 +197,30 @@ def plant_extent(model: Any, hoard: list[Any]) -> Callable[[int], Any]:
     return lambda step: hoard.append(store.reserve(Key("blocks.1", f"planted {step}"), (0, 16_384)))
 
 
+def plant_graph(model: Any, hoard: list[Any]) -> Callable[[int], Any]:
+    """A loss that is kept without a backward pass keeps all that autograd saved for it."""
+    return lambda step: hoard.append(model(torch.ones(32, WIDTH)))
+
+
+def plant_state(model: Any, hoard: list[Any]) -> Callable[[int], Any]:
+    """An optimizer that remembers more with every step."""
+    optimizer = engine_of(model).optimizers[0]()
+    assert optimizer is not None
+    param = next(iter(model.inner.blocks[1].parameters()))
+    return lambda step: optimizer.state[param].update({f"seen {step}": torch.ones(5_000)})
+
+
+def plant_kind(kind: str) -> Callable[[Any, list[Any]], Callable[[int], Any]]:
+    return lambda model, hoard: lambda step: engine_of(model).ledger.add(kind, 20_000)
+
+
 PLANTED: dict[str, tuple[Callable[[Any, list[Any]], Callable[[int], Any]], str]] = {
     "a tensor kept in a list": (plant_tensor, r"leak of not ours: .* tensors float32 \[130000\]"),
     "a kind of the ledger that is never removed": (plant_ledger, r"leak of host buffers in flight: "),
+    "a graph kept in a list": (plant_graph, r"leak of host activations: .* more for unit '"),
+    "a state that grows": (plant_state, r"leak of host optimizer: .* more for unit '.*1'"),
+    "parameters that are never let go": (plant_kind("parameters"), r"leak of host parameters: "),
+    "gradients that are never let go": (plant_kind("gradients"), r"leak of host gradients: "),
     "a view of a block": (plant_slot, r"leak of host unused: "),
     "a file descriptor": (plant_descriptor, r"leak of file descriptors: .* open /dev/zero"),
     "a thread": (plant_thread, r"leak of threads: .* threads named planted-N"),

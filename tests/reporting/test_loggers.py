@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lowtide.errors import ArgumentError, Error
+from lowtide.job.outlets import Outlets
 from lowtide.reporting.loggers import JsonLines, MissingPackage, TensorBoard, open_logger
 from tests.reporting.runs import finished, recorded, recorder_of, train
 
@@ -47,6 +48,20 @@ def test_any_three_methods_are_a_logger(tmp_path: Path) -> None:
     assert [values["seconds"] for _, values in notes.rows] == [s.seconds for s in steps]
     assert notes.events == [("checkpoint", "somewhere")]
     assert notes.closed == 1
+
+
+def test_what_only_the_record_finds_reaches_what_log_names(tmp_path: Path) -> None:
+    """Marks that the job itself knows of, such as checkpoints, would come twice."""
+    model, _ = recorded(tmp_path / "run")
+    outlets = Outlets([f"jsonl:{tmp_path / 'log.jsonl'}"])
+    outlets.listen(model)
+    for what in ("leak", "checkpoint", "replan", "skip", "over budget", "warning"):
+        recorder_of(model).mark(what, f"a {what}")
+    recorder_of(model).end("done")
+    outlets.event("end", "done")
+    outlets.close()
+    heard = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert heard == ["leak", "replan", "over budget", "end"], "the outlets stay open until the job ends"
 
 
 def test_json_lines(tmp_path: Path) -> None:

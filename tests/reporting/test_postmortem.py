@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from lowtide.cli.main import run as cli
 from lowtide.job.events import Events
+from lowtide.job.ways import ways_out_of
 from lowtide.reporting.findings import find
 from lowtide.reporting.oom import Counters, counters_from, how_it_died, oom_killed, read_again, read_counters
 from lowtide.reporting.postmortem import PostMortem, examine
@@ -155,6 +157,18 @@ def test_the_planner_is_asked_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "The smallest change that fits: a disk with " in out
     assert "(disk='/a/folder')" in out
+
+
+def test_the_page_has_the_planner_s_ways_out(tmp_path: Path) -> None:
+    """Not only `lowtide report`: the page that the job itself leaves."""
+    text = "activations (unit 'blocks.3'): 1000.0 MiB needed, 900.0 MiB allowed."
+    job = Job(budget=900 * MIB, has_folder=False, end="error", end_text=text, detailed=())
+    write_run(tmp_path, job)
+    write_extras(tmp_path, job, memory="900MiB", preset="gpt-98m")
+    told = leave_post_mortem(tmp_path, ways=ways_out_of)
+    assert told is not None
+    assert "The smallest change that fits: a disk with " in told
+    assert "planned peak" in (tmp_path / POST_MORTEM).read_text()
 
 
 # -- exit codes and counters -------------------------------------------------------------------------------------------
@@ -297,6 +311,83 @@ for _ in range(100):
     optimizer.step()
     optimizer.zero_grad()
 """
+
+
+PLAIN = """
+import os, resource, signal, sys
+import torch, lowtide
+torch.set_num_threads(1)
+run, what = sys.argv[1:]
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+number = "1MiB" if what == "does not fit" else "6GiB"
+model, optimizer = lowtide.shard(model, optimizer, memory=number, run=run)
+for step in range(3):
+    model(torch.randn(4, 256)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 1 and what == "over budget":
+        lowtide.set_memory(model, "1MiB")
+    if step == 1 and what == "allocation":
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20), used + (512 << 20)))
+        torch.ones(1 << 30)
+    if step == 1 and what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def plain_job(run: Path, what: str) -> subprocess.CompletedProcess[str]:
+    """A training script of somebody's own, which knows nothing of `lowtide train`."""
+    command = [sys.executable, "-c", PLAIN, str(run), what]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("does not fit", "it would need more memory than it was given"),
+        ("over budget", "it would have needed more memory than it was given"),
+        ("allocation", "An allocation failed because memory ran out"),
+    ],
+)
+def test_a_script_that_runs_out_of_memory_leaves_the_page(tmp_path: Path, what: str, sentence: str) -> None:
+    done = plain_job(tmp_path, what)
+    assert done.returncode == 1, done.stderr
+    page = (tmp_path / POST_MORTEM).read_text()
+    assert 'id="post-mortem"' in page
+    assert sentence in page
+    if what != "does not fit":
+        assert sentence in done.stderr, "it is said as well"
+        assert "The smallest change that fits" in done.stderr
+
+
+def test_a_script_that_was_killed_is_told_of_by_the_next(tmp_path: Path) -> None:
+    """The counters of the kernel are made to say that it was for memory."""
+    assert plain_job(tmp_path, "killed").returncode == -signal.SIGKILL
+    path = tmp_path / "timeline" / "rank-00000.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    first = json.loads(lines[0])
+    if first["facts"].get("oom_group_kills") is None:
+        pytest.skip("this kernel does not count kills for a control group here")
+    first["facts"]["oom_group_kills"] -= 1
+    path.write_text("".join([json.dumps(first) + "\n", *lines[1:]]))
+    done = plain_job(tmp_path, "to the end")
+    assert done.returncode == 0, done.stderr
+    assert "the job before this one ran out of memory" in done.stderr
+    assert "The kernel ended the job because memory ran out" in (tmp_path / POST_MORTEM).read_text()
+    again = plain_job(tmp_path, "to the end")
+    assert "ran out of memory" not in again.stderr, "it is said once"
+
+
+def test_the_command_line_says_what_did_not_fit(tmp_path: Path) -> None:
+    """End to end: a number that the job's own model does not fit into."""
+    command = [sys.executable, "-m", "lowtide", "train", "--synthetic", "--preset", "gpt-17m", "--steps", "2", "--batch", "1"]
+    command += ["--memory", "200MiB", "--run", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode != 0
+    assert "MiB needed" in done.stdout + done.stderr
+    assert 'id="post-mortem"' in (tmp_path / "run" / POST_MORTEM).read_text()
 
 
 @pytest.mark.soak

@@ -26,6 +26,7 @@ from lowtide.runtime import assembly
 from lowtide.runtime.budget import give_back
 from lowtide.runtime.holdings import holdings
 from tests.kit.dist import run_ranks
+from tests.kit.synthetic_run import write_run
 from tests.reporting.runs import Scored, finished, recorded, recorder_of, train
 
 MIB = 2**20
@@ -112,6 +113,71 @@ def test_everything_on_disk_shows_every_lane(tmp_path: Path, monkeypatch: pytest
     assert sample.disk["optimizer"] >= 2 * sum(u.bytes for u in process.run.units)
     assert sample.spool_bytes >= sum(n for kind, n in sample.disk.items() if kind != "spare")
     assert sample.arenas["slots"].takes > sample.arenas["slots"].fresh > 0
+
+
+def clipped(by: str, model: Any) -> None:
+    if by == "lowtide":
+        lowtide.clip_grad_norm_(model, 1e-3)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("by", ["lowtide", "torch"])
+def test_clipping_and_the_whole_update_are_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """A norm of gradients that are on disk reads them all; a streamed update reads and writes between its chunks."""
+    everything_on_disk(monkeypatch)
+    model, optimizer = recorded(tmp_path / "run", stage=3, disk=str(tmp_path), update=lowtide.Update("step", chunk_bytes=4096))
+    for _ in range(3):
+        model(torch.ones(2, 24)).backward()
+        clipped(by, model)
+        optimizer.step()
+        optimizer.zero_grad()
+    process = finished(model, tmp_path / "run").last
+    for line, step in zip(process.spans, process.steps, strict=False):
+        (clip,) = [row for row in line.rows if row.verb == "clip"]
+        (whole,) = [row for row in line.rows if row.lane == "update" and row.verb == "update" and not line.names[row.unit]]
+        chunks = [row for row in line.rows if row.lane == "update" and line.names[row.unit]]
+        assert clip.end <= whole.begin, "gradients are clipped before the optimizer's step"
+        if step.step > 1:  # later an update may be put off, unit by unit, into the next forward pass
+            continue
+        assert chunks
+        assert all(whole.begin <= row.begin and row.end <= whole.end for row in chunks)
+        parts = step.compute_seconds + step.update_seconds + step.disk_wait_seconds
+        inside = clip.end - clip.begin + whole.end - whole.begin
+        assert parts >= inside - 1e-4, "clip and update count, however much of them is spent between chunks"
+
+
+def test_samples_are_in_order_and_none_is_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything_on_disk(monkeypatch)
+    model, optimizer = recorded(tmp_path / "run", stage=3, disk=str(tmp_path), update=lowtide.Update("step", chunk_bytes=4096))
+    recorder_of(model)._schedule.sample_is_due = lambda now: int(now * 1e4) % 2 == 0  # type: ignore[method-assign]
+    for _ in range(5):
+        model(torch.ones(2, 24)).backward()
+        lowtide.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = finished(model, tmp_path / "run").last.memory
+    times = [line.t for line in memory]
+    assert times == sorted(times)
+    raw = (tmp_path / "run" / "timeline" / "rank-00000.jsonl").read_text().splitlines()
+    written = [line for line in raw if '"kind":"memory"' in line]
+    assert len(written) == len(set(written)), "the fullest moment is not written again when the step ends"
+    assert len(written) == len(memory)
+    assert {"clip", "update"} <= {line.moment for line in memory}
+    assert any(line.host.get("staging") for line in memory if line.moment == "update"), "update buffers are seen"
+
+
+def test_a_fullest_moment_that_is_written_late_stands_where_it_was(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, steps=2, detailed=())
+    path = folder / "timeline" / "rank-00000.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = [i for i, line in enumerate(lines) if b'"kind":"memory"' in line]
+    lines.insert(at[3] + 1, lines.pop(at[1]))  # a sample of forward, after those of backward and step
+    lines.insert(at[3] + 1, lines[at[3]])  # twice
+    path.write_bytes(b"".join(lines))
+    memory = read_run(folder).first.last.memory
+    assert [line.moment for line in memory[:4]] == ["begin", "forward", "backward", "step"]
+    assert len(memory) == 8
 
 
 def on_two_ranks(rank: int, world: int, run: Path, stage: int) -> list[float]:
@@ -382,6 +448,7 @@ def test_a_dropped_model_is_collected_and_its_timeline_ends(tmp_path: Path) -> N
 SCRIPT = """
 import sys, torch
 sys.path.insert(0, ".")
+from tests.kit.synthetic_run import write_run
 from tests.reporting.runs import recorded, train
 from pathlib import Path
 model, optimizer = recorded(Path(sys.argv[1]))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from lowtide.reporting.charts import round_numbers, thinned
+from lowtide.reporting.charts import Chart, Level, Series, chart_sheet, round_numbers, thinned
 from lowtide.reporting.extras import read_extras
 from lowtide.reporting.findings import find
+from lowtide.reporting.machine_view import free_text, machine_charts
 from lowtide.reporting.predictions import predictions
-from lowtide.reporting.summary import summarise
+from lowtide.reporting.summary import counted_bytes, summarise
 from lowtide.reporting.timeline import read_run
-from lowtide.reporting.views import FILES, entries, memory_charts, step_charts
+from lowtide.reporting.views import Entry, entries, memory_charts, step_charts
 from lowtide.reporting.wear import wear_text
 from tests.kit.synthetic_run import GIB, MIB, Job, write_extras, write_run
 
@@ -63,10 +65,52 @@ def test_stacked_kinds_are_the_process_and_keep_the_peak(tmp_path: Path) -> None
     assert len(host.x) == 100, "of many samples, the fullest of every step"
     samples = run.first.last.memory
     tops = [sum(s.values[i] or 0 for s in host.layers) for i in range(len(host.x))]
-    assert max(tops) == max(sample.process.total for sample in samples), "thinning lost no peak"
-    assert [s.name for s in host.layers][-2:] == ["Python and torch", FILES]
+    assert max(tops) == max(counted_bytes(sample) for sample in samples), "thinning lost no peak"
+    assert host.layers[-1].name == "Python and torch", "nothing is stacked that does not count against the budget"
     assert {level.name for level in host.levels} == {"budget", "planned peak"}
     assert {s.name for s in disk.layers} == {"parameters", "gradients", "optimizer"}
+
+
+def test_what_the_kernel_counts_is_drawn_beside_it(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, JOB, limit=6 * GIB))
+    memory, busy = machine_charts(run.first, [Entry(at=1.0, step=2, what="skip", text="", rank=0)])
+    assert "pages of files" in {curve.name for curve in memory.curves}
+    assert [level.name for level in memory.levels] == ["limit of the control group"]
+    assert memory.marks_in_words() == "skip (1)"
+    assert busy.unit == "percent"
+    given = next(curve for curve in busy.curves if curve.name.startswith("processor time got"))
+    assert set(given.values) == {97.0}
+    assert "stayed free" in free_text(run)
+    assert free_text(read_run(write_run(tmp_path / "none", JOB, has_folder=False, parked=0))) == ""
+
+
+def test_a_run_is_called_by_its_model_and_says_who_stopped_it(tmp_path: Path) -> None:
+    write_run(tmp_path, JOB)
+    (tmp_path / "config.json").write_text('{"preset": "gpt-98m"}')
+    found = find(tmp_path)
+    assert found.subject.startswith("gpt-98m, ")
+    assert found.ending.words == "ended"
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S+0000", time.gmtime(JOB.started + 5))
+    (tmp_path / "events.jsonl").write_text(f'{{"time": "{stamp}", "event": "signal", "step": 3, "cause": "SIGTERM"}}\n')
+    assert find(tmp_path).ending.words == "stopped by SIGTERM"
+    write_run(tmp_path, JOB, started=JOB.started + 200, first_step=41)
+    assert find(tmp_path).ending.words == "ended", "that was the process before"
+
+
+@pytest.mark.parametrize("second", [3.99, 3.9, 3.6, 2.0])
+def test_the_words_for_levels_are_never_crossed(second: float) -> None:
+    levels = [Level(name=f"at {y}", points=[(0.0, y)], look="lt-plan") for y in (4.0, second)]
+    curve = Series(name="c", values=[3.0, 3.5], colour="#000000")
+    sheet = chart_sheet(
+        Chart(key="k", title="t", unit="number", axis="step", x=[1.0, 2.0], curves=[curve], levels=levels),
+        width=600,
+        height=250,
+    )
+    words = [shape.points[0][1] for shape in sheet.shapes if shape.look == "lt-label"]
+    lines = [shape.points[-1][1] for shape in sheet.shapes if shape.look == "lt-plan"]
+    assert len(words) == 2
+    assert abs(words[0] - words[1]) >= 12
+    assert not any(word - 9 < line < word for word in words for line in lines)
 
 
 def test_losses_come_from_the_job_or_from_the_timeline(tmp_path: Path) -> None:

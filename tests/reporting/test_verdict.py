@@ -25,6 +25,16 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "Bounded by compute: 95 % of the step computes, all waiting together costs 2 %.",
     ),
     "update": ({"disk_share": 0.0, "update_share": 0.6, "has_folder": False}, "update", "60 % of the step is the update"),
+    "clipping": (
+        {"disk_share": 0.0, "update_share": 0.6, "has_folder": False, "clips": True, "detailed": (2, 10)},
+        "update",
+        "Bounded by clipping and the optimizer: 60 % of the step is the update, and 80 % of that is clipping",
+    ),
+    "starved": (
+        {"disk_share": 0.0, "update_share": 0.6, "has_folder": False, "cpu_given": 40.0},
+        "update",
+        "only 40 % of the processor time it asked for",
+    ),
     "outside": ({"disk_share": 0.02, "rest_share": 0.5}, "outside", "Bounded outside lowtide: 50 %"),
     "ranks": ({"ranks": 4, "comm_share": 0.4, "disk_share": 0.02}, "ranks", "40 % of the step waits for other ranks (64.0 MiB"),
     "one rank": (
@@ -71,4 +81,35 @@ def test_time_between_steps_counts_as_outside(tmp_path: Path) -> None:
     division = summarise(run).ranks[0].division
     assert division is not None
     assert division.seconds == pytest.approx(0.04, rel=0.1), "20 ms of work, 20 ms until the next"
-    assert judge(summarise(run)).bound == "outside"
+    assert division.between == pytest.approx(0.02, rel=0.1)
+    found = judge(summarise(run))
+    assert found.bound == "between steps"
+    assert "Loading data is the usual cause" in found.sentence
+
+
+def test_what_is_lost_inside_a_step_is_not_blamed_on_data(tmp_path: Path) -> None:
+    found = verdict(tmp_path, disk_share=0.02, rest_share=0.5)
+    assert found.bound == "outside"
+    assert "inside the step" in found.sentence
+    assert "data" not in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ((("fused", False),), "fused=True"),
+        ((("fused", True),), "A larger batch"),
+        ((("fused", None),), "A larger batch"),
+        ((), "A larger batch"),
+    ],
+)
+def test_a_fused_optimizer_is_not_told_to_be_one(tmp_path: Path, facts: Any, words: str) -> None:
+    found = verdict(tmp_path, disk_share=0.0, update_share=0.6, has_folder=False, facts=facts)
+    assert found.bound == "update"
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize(("given", "said"), [(40.0, True), (96.0, False), (None, False)])
+def test_a_processor_that_others_use_is_named(tmp_path: Path, given: float | None, said: bool) -> None:
+    found = verdict(tmp_path, disk_share=0.02, update_share=0.05, has_folder=False, cpu_given=given)
+    assert ("gave this job only 40 % of the processor time" in found.sentence) is said

@@ -31,7 +31,7 @@ def report(
         raise ArgumentError(f"{run!r} is not a folder; name the folder of a run.")
     made = open_report(run)
     if made.findings.post_mortem is not None and made.findings.post_mortem.is_about_memory:
-        from lowtide.cli.report_ways import ways_out_of
+        from lowtide.job.ways import ways_out_of
 
         made = made.with_ways_out(ways_out_of(made.findings))
     written: list[Path] = []

@@ -53,9 +53,10 @@ class Events:
         last = next((entry for entry in reversed(self._seen) if entry["event"] in ("start", "end", "failure")), None)
         if last is None or last["event"] != "start" or self._path is None:
             return
+        from lowtide.job.ways import ways_out_of
         from lowtide.reporting.report import leave_post_mortem
 
-        told = leave_post_mortem(self._path.parent, goes_on=True)
+        told = leave_post_mortem(self._path.parent, goes_on=True, ways=ways_out_of)
         if told is None:
             self.note("failure", "the job before this one ended without a word: killed, or crashed")
         else:

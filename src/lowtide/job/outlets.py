@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from torch import nn
@@ -10,6 +10,27 @@ from torch import nn
 from lowtide.api import engine_of
 from lowtide.job.records import StepRecord
 from lowtide.reporting.loggers import Logger, open_logger
+from lowtide.reporting.recorder import Recorder
+
+_FORWARDED = ("leak", "replan", "over budget")
+"""Marks that only the record of the run knows of; the others are events of the job as well, and would come twice."""
+
+
+class _Marks:
+    """A logger of the record that passes on some of its marks."""
+
+    def __init__(self, outlets: Outlets) -> None:
+        self._outlets = outlets
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """The job tells of its steps itself."""
+
+    def event(self, what: str, text: str) -> None:
+        if what in _FORWARDED:
+            self._outlets.event(what, text)
+
+    def close(self) -> None:
+        """Outlets stay open until the job ends."""
 
 
 class Outlets:
@@ -17,6 +38,12 @@ class Outlets:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._loggers: list[Logger] = [open_logger(word) for word in words]
+
+    def listen(self, model: nn.Module) -> None:
+        """From now on, hear of what the record of the run finds."""
+        recorder = engine_of(model).recorder
+        if self._loggers and isinstance(recorder, Recorder):
+            recorder.loggers.append(_Marks(self))
 
     def step(self, record: StepRecord) -> None:
         """One step, as rank 0 saw it."""

@@ -11,6 +11,7 @@ from lowtide.job.events import Events
 from lowtide.job.failure import Failure
 from lowtide.job.launch import start_ranks
 from lowtide.job.options import Options
+from lowtide.job.ways import ways_out_of
 from lowtide.reporting.report import leave_post_mortem
 
 
@@ -36,7 +37,7 @@ def start_with_restarts(options: Options, *, output: str, say: Callable[[str], N
 
 def _tell_of_memory(options: Options, say: Callable[[str], None]) -> None:
     """What took the memory and what would help, if that is what ended the ranks."""
-    if options.run is not None and (told := leave_post_mortem(Path(options.run))) is not None:
+    if options.run is not None and (told := leave_post_mortem(Path(options.run), ways=ways_out_of)) is not None:
         say(told)
 
 

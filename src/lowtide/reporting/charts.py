@@ -7,6 +7,7 @@ data.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,21 @@ from lowtide.planning.picture_drawing import text_width
 from lowtide.planning.text import seconds_text, size_text
 from lowtide.reporting.sheet import Point, Sheet
 
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 26.0
+LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 18.0, 26.0
 _FAR = 4.0
 """A level this many times above everything else would flatten the rest; it is named, not drawn."""
-_AXIS = 3.0
-"""A time axis counts in a unit if it has at least so many of it."""
+_HEADROOM, _HEADROOM_FOR_WORDS = 0.06, 0.14
+"""Above what is drawn, as a part of it; more if the name of a level must go there."""
+_DOT = 5.0
+_LETTERS = 13.0
+"""Height of a line of text."""
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-_TIMES = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_LEAST = {"GiB": 0.0995}
+"""An axis is in the unit in which ``size_text`` writes its highest value, so that the words beside it match."""
+_TIMES = ((3600.0, "h"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+"""No minutes: numbers in the text below an hour are in seconds, too."""
+_LONG_AXES = ((3 * 86400.0, 86400.0, "days"), (3 * 3600.0, 3600.0, "h"), (3600.0, 60.0, "min"))
+"""From so many seconds on, a time axis counts in this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +60,13 @@ class Mark:
     """Something that happened at ``x``."""
 
     x: float
+    what: str
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """``unit`` is bytes, seconds or number; ``axis`` is time (``x`` in seconds) or step."""
+    """``unit`` is bytes, seconds, percent or number; ``axis`` is time (``x`` in seconds) or step."""
 
     key: str
     title: str
@@ -82,6 +92,11 @@ class Chart:
             for level in self.levels
             if level.points and not _is_near(level, most)
         ]
+
+    def marks_in_words(self) -> str:
+        """What the flags on the chart stand for: ``checkpoint (3), replan (1)``."""
+        counted = Counter(mark.what for mark in self.marks)
+        return ", ".join(f"{what} ({count})" for what, count in sorted(counted.items()))
 
 
 def chart_data(chart: Chart) -> dict[str, Any]:
@@ -123,7 +138,11 @@ def draw_chart(chart: Chart, sheet: Sheet, *, top: float, height: float) -> None
         below = above
     for curve in chart.curves:
         for run in _unbroken(chart.x, curve.values):
-            sheet.coloured_curve([frame.at(x, y) for x, y in run], curve.colour)
+            if len(run) == 1:  # a line of one point is nothing
+                x, y = frame.at(*run[0])
+                sheet.rect(x - _DOT / 2, y - _DOT / 2, _DOT, _DOT, colour=curve.colour)
+            else:
+                sheet.coloured_curve([frame.at(x, y) for x, y in run], curve.colour)
     for mark in chart.marks:
         if frame.low <= mark.x <= frame.high:
             sheet.mark(frame.at(mark.x, 0.0)[0], frame.top, frame.bottom, mark.text)
@@ -152,7 +171,8 @@ class _Frame:
         near = tuple(level for level in chart.levels if level.points and _is_near(level, most))
         most = max([most, *(level.most for level in near)])
         least = 0.0 if chart.from_zero else min(values, default=0.0)
-        room = (most - least) * 0.06 or abs(most) * 0.1 or 1.0
+        tops = any(level.most > 0.9 * most for level in near)
+        room = (most - least) * (_HEADROOM_FOR_WORDS if tops else _HEADROOM) or abs(most) * 0.1 or 1.0
         low, high = _x_range(chart)
         return cls(
             left=left,
@@ -191,8 +211,8 @@ def _draw_axes(chart: Chart, sheet: Sheet, frame: _Frame) -> None:
         sheet.line(frame.left, y, frame.right, y)
         sheet.text(frame.left - 6, y + 4, f"{tick:.6g}", size=11, look="lt-dim", anchor="end")
     if word:
-        sheet.text(frame.left - 6, frame.top - 2, word, size=10, look="lt-dim", anchor="end")
-    span, unit = _scale("seconds", frame.high / _AXIS) if chart.axis == "time" else (1.0, "step")
+        sheet.text(frame.left - 6, frame.top - 8, word, size=10, look="lt-dim", anchor="end")
+    span, unit = _time_axis(frame.high) if chart.axis == "time" else (1.0, "step")
     wanted = max(2, min(10, int((frame.right - frame.left) / 90)))
     end = f"{frame.high / span:.6g}"
     for tick in round_numbers(frame.low / span, frame.high / span, wanted):
@@ -206,7 +226,7 @@ def _draw_axes(chart: Chart, sheet: Sheet, frame: _Frame) -> None:
 
 
 def _draw_levels(chart: Chart, sheet: Sheet, frame: _Frame) -> None:
-    taken: list[float] = []
+    drawn: list[tuple[float, str]] = []
     for level in frame.near:
         corners: list[Point] = []
         for x, y in level.points:
@@ -215,13 +235,24 @@ def _draw_levels(chart: Chart, sheet: Sheet, frame: _Frame) -> None:
             corners.append(frame.at(max(x, frame.low), y))
         corners.append((frame.right, corners[-1][1]))
         sheet.curve(corners, level.look)
-        words = f"{level.name} {value_text(level.points[-1][1], chart.unit)}"
-        y = corners[-1][1] - 5
-        y = y if y > frame.top + 8 else corners[-1][1] + 13
-        while any(abs(y - other) < 13 for other in taken):
-            y += 13
-        taken.append(y)
-        sheet.text(frame.right - 4, y, words, size=11, look="lt-label", anchor="end")
+        drawn.append((corners[-1][1], f"{level.name} {value_text(level.points[-1][1], chart.unit)}"))
+    taken: list[float] = []
+    lines = [y for y, _ in drawn]
+    for line, words in sorted(drawn):
+        taken.append(_beside(line, frame, lines, taken))
+        sheet.text(frame.right - 4, taken[-1], words, size=11, look="lt-label", anchor="end")
+
+
+def _beside(line: float, frame: _Frame, lines: Sequence[float], taken: Sequence[float]) -> float:
+    """Where the words for a level go: above its line, or below, where no other words are and no other line goes through."""
+    for y in (line - 5, line + _LETTERS):
+        crossed = any(y - _LETTERS < other < y + 3 for other in lines if other != line)
+        if y > frame.top + 6 and not crossed and all(abs(y - other) >= _LETTERS for other in taken):
+            return y
+    y = line + _LETTERS
+    while any(abs(y - other) < _LETTERS for other in taken):
+        y += _LETTERS
+    return y
 
 
 def _unbroken(x: Sequence[float], values: Sequence[float | None]) -> list[list[Point]]:
@@ -232,7 +263,7 @@ def _unbroken(x: Sequence[float], values: Sequence[float | None]) -> list[list[P
             runs.append([])
         else:
             runs[-1].append((at, value))
-    return [run if len(run) > 1 else [(run[0][0], run[0][1]), (run[0][0], run[0][1])] for run in runs if run]
+    return [run for run in runs if run]
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -242,7 +273,9 @@ def value_text(value: float, unit: str) -> str:
     """As a person reads it."""
     if unit == "bytes":
         return size_text(value)
-    return seconds_text(value) if unit == "seconds" else f"{value:.5g}"
+    if unit == "seconds":
+        return seconds_text(value)
+    return f"{value:.0f} %" if unit == "percent" else f"{value:.5g}"
 
 
 def round_numbers(low: float, high: float, wanted: int) -> list[float]:
@@ -264,10 +297,16 @@ def thinned(count: int, most: int) -> list[tuple[int, int]]:
 
 
 def _scale(unit: str, most: float) -> tuple[float, str]:
-    if unit == "number":
-        return 1.0, ""
+    if unit in ("number", "percent"):
+        return 1.0, "%" if unit == "percent" else ""
     table = _SIZES if unit == "bytes" else _TIMES
-    return next(((float(size), word) for size, word in table if most >= size), (float(table[-1][0]), table[-1][1]))
+    fitting = ((float(size), word) for size, word in table if most >= size * _LEAST.get(word, 1.0))
+    return next(fitting, (float(table[-1][0]), table[-1][1]))
+
+
+def _time_axis(seconds: float) -> tuple[float, str]:
+    """What a time axis of this length counts in."""
+    return next(((size, word) for least, size, word in _LONG_AXES if seconds >= least), _scale("seconds", seconds / 3))
 
 
 def _x_range(chart: Chart) -> tuple[float, float]:

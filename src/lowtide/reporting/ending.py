@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
+from lowtide.reporting.extras import stopped_by
+from lowtide.reporting.format import MAX_LINE_BYTES, BadLine, EndLine, decode
 from lowtide.reporting.timeline import Process, Timeline, now_path
 
 _SLACK = 2.0
@@ -24,11 +28,15 @@ class Ending:
     silent_seconds: float
     """Since it last wrote anything."""
     text: str = ""
+    stopped_by: str = ""
+    """The signal that asked it to end early, if `lowtide train` wrote that down."""
 
     @property
     def words(self) -> str:
         if self.state == "running" and self.silent_seconds > 60:
             return f"running, but silent for {self.silent_seconds:.0f} s"
+        if self.stopped_by:
+            return f"stopped by {self.stopped_by}"
         if self.state == "silent":
             return f"silent for {self.silent_seconds:.0f} s; it runs on another host"
         return {
@@ -46,7 +54,8 @@ def ending_of(timeline: Timeline, *, now: float | None = None) -> Ending:
     process = timeline.last
     if process.end is not None:
         state = "error" if process.end.why == "error" else "done"
-        return Ending(state=state, silent_seconds=silent, text=process.end.text)
+        signal = stopped_by(timeline.path.parent.parent, process.run.started) if state == "done" else ""
+        return Ending(state=state, silent_seconds=silent, text=process.end.text, stopped_by=signal)
     if process.run.host != socket.gethostname():
         return Ending(state="silent" if silent > 60 else "running", silent_seconds=silent)
     return Ending(state="running" if is_alive(process) else "killed", silent_seconds=silent)
@@ -57,6 +66,17 @@ def is_alive(process: Process) -> bool:
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         found = psutil.Process(process.run.pid)
         return found.create_time() <= process.run.started + _SLACK and found.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def fell_silent(timeline: Path) -> bool:
+    """Whether the last process that wrote this file left no last word. Only the end of the file is read."""
+    with contextlib.suppress(OSError), open(timeline, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
+        lines = [line for line in file.read().split(b"\n") if line.strip()]
+        with contextlib.suppress(BadLine):
+            return bool(lines) and not isinstance(decode(lines[-1]), EndLine)
+        return True  # killed inside a line
     return False
 
 

@@ -18,6 +18,8 @@ from typing import Any, cast
 from lowtide.errors import Error
 from lowtide.planning.plan import Plan
 
+EVENTS = "events.jsonl"
+"""What happened beside the steps, in the words of `lowtide train`."""
 _MAX_BYTES = 256 * 2**20
 _MAX_LINES = 2_000_000
 _MAX_TEXT = 2_000
@@ -74,7 +76,7 @@ def read_extras(folder: Path) -> Extras:
             what=_AS_MARK[str(entry["event"])],
             text=str(entry.get("cause", ""))[:_MAX_TEXT],
         )
-        for entry in _lines(folder / "events.jsonl")
+        for entry in _lines(folder / EVENTS)
         if str(entry.get("event")) in _AS_MARK
     )
     return Extras(
@@ -85,6 +87,15 @@ def read_extras(folder: Path) -> Extras:
         config=_json_table(folder / "config.json"),
         plan=_plan(folder / "plan.json"),
     )
+
+
+def stopped_by(folder: Path, started: float) -> str:
+    """The signal that asked the processes which began at ``started`` to end; empty if none did, or nobody wrote it down."""
+    found = ""
+    for entry in _lines(folder / EVENTS):
+        if entry.get("event") == "signal" and (_wall(entry.get("time")) or 0.0) >= started - 1:  # events have whole seconds
+            found = str(entry.get("cause", ""))[:_MAX_TEXT]
+    return found
 
 
 def planned_steps(folder: Path) -> int | None:

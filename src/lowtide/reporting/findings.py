@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowtide.planning.text import percent_text, seconds_text, size_text
+from lowtide.planning.text import clean, count_text, percent_text, seconds_text, size_text
 from lowtide.reporting.ending import Ending, ending_of
 from lowtide.reporting.extras import Extras, read_extras
 from lowtide.reporting.postmortem import PostMortem, examine
-from lowtide.reporting.predictions import Prediction, error_text, predictions
+from lowtide.reporting.predictions import Prediction, off_text, predictions
 from lowtide.reporting.step_view import StepDetail, step_details
 from lowtide.reporting.summary import Summary, summarise
 from lowtide.reporting.timeline import Run, read_run
@@ -38,16 +38,24 @@ class Findings:
         """The run's folder, by its last part."""
         return self.run.path.resolve().name
 
+    @property
+    def subject(self) -> str:
+        """What was trained: a folder may be called anything, such as "run"."""
+        run, config = self.run.first.last.run, self.extras.config
+        named = next((name for name in (config.get("model"), config.get("preset"), run.facts.get("model")) if name), "a model")
+        numel = sum(unit.numel for unit in run.units)
+        return clean(f"{named}, {count_text(numel)} parameters" if numel else str(named))
+
     def facts(self) -> list[tuple[str, str]]:
         """The few numbers that one looks for first."""
         summary, fullest = self.summary, self.summary.fullest
         timed = [rank.median_seconds for rank in summary.ranks if rank.median_seconds is not None]
         rows = [("steps", f"{summary.steps:,}"), ("whole run", seconds_text(summary.seconds))]
         if timed:
-            rows.append(("a step takes", seconds_text(max(timed))))
+            rows.append(("a step takes (median)", seconds_text(max(timed))))
         if self.extras.tokens_per_second:
             newest = self.extras.tokens_per_second[max(self.extras.tokens_per_second)]
-            rows.append(("tokens per second", f"{newest:,.0f}"))
+            rows.append(("tokens per second, last step", f"{newest:,.0f}" if newest >= 10 else f"{newest:.1f}"))
         if (ends := self._losses()) is not None:
             rows.append(("loss", f"{ends[0]:.4g} → {ends[1]:.4g}"))
         budget = fullest.run.budget_bytes
@@ -62,7 +70,7 @@ class Findings:
             rows.append(("between ranks, per step", size_text(wire)))
         errors = [p.error for p in self.predictions if p.error is not None and p.unit == "seconds"]
         if errors:
-            rows.append(("newest prediction of time", error_text(errors[-1])))
+            rows.append(("newest prediction of a step's seconds", off_text(errors[-1])))
         return rows
 
     def with_ways_out(self, changes: Sequence[str]) -> Findings:

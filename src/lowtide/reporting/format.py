@@ -34,10 +34,13 @@ VERBS = (
     "gather",
     "release",
     "reduce",
+    "clip",
     "update",
     "publish",
     "spill",
-    "wait",
+    "wait for disk",
+    "wait for ranks",
+    "wait",  # in older files, which do not say for what
 )
 MARKS = ("checkpoint", "skip", "replan", "warning", "leak", "over budget", "straggler")
 _LARGEST = 2**62
@@ -254,7 +257,7 @@ class MemoryLine:
     step: int = _as(_count)
     """The step under way."""
     moment: str = _as(_text, default="")
-    """``begin``, ``forward``, ``backward`` or ``step`` (after it)."""
+    """``begin``, ``forward``, ``backward``, ``clip``, ``update`` or ``step`` (after it)."""
     host: Bytes = field(metadata=_reads(_table(_count)))
     device: Bytes = field(metadata=_reads(_table(_count)), default_factory=dict[str, int])
     disk: Bytes = field(metadata=_reads(_table(_count)), default_factory=dict[str, int])
@@ -266,6 +269,12 @@ class MemoryLine:
     cgroup_limit_bytes: int | None = _as(_or_none(_count), default=None)
     cpu_percent: float | None = _as(_or_none(_number), default=None)
     """Since the sample before; 100 is one core."""
+    cpu_given_percent: float | None = _as(_or_none(_number), default=None)
+    """Of the processor time that the step's thread asked for since then, how much it got."""
+    disk_busy_percent: float | None = _as(_or_none(_number), default=None)
+    """Of the time since then in which the busiest disk of the spool folders had something to do, whoever asked for it."""
+    device_percent: float | None = _as(_or_none(_number), default=None)
+    """How busy the accelerator is, as its driver says."""
     disk_free_bytes: int | None = _as(_or_none(_count), default=None)
     fds: int | None = _as(_or_none(_count), default=None)
     threads: int | None = _as(_or_none(_count), default=None)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from lowtide.planning.text import size_text
 from lowtide.reporting.leaks import FILE_DESCRIPTORS, NOT_OURS, SPOOL, THREADS
+from lowtide.reporting.unit_bytes import held_by_unit
+from lowtide.runtime.engine import Engine
 from lowtide.tiers.store import Extent, Store
 
 _NUMBER = re.compile(r"\d+")
@@ -27,7 +29,7 @@ _NUMBER = re.compile(r"\d+")
 class Scene:
     """What there was at one moment, as far as it can tell about ``series``."""
 
-    def __init__(self, series: str, store: Store | None) -> None:
+    def __init__(self, series: str, engine: Engine) -> None:
         self._series = series
         self._things: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -37,11 +39,13 @@ class Scene:
         elif series == THREADS:
             self._things.update(_NUMBER.sub("N", thread.name) for thread in threading.enumerate())
         elif series == SPOOL:
-            for name, nbytes in _extents(store):
+            for name, nbytes in _extents(engine.store):
                 self._things[name] += 1
                 self._bytes[name] += nbytes
         elif series == NOT_OURS:
             self._look_at_tensors()
+        else:
+            self._bytes.update(held_by_unit(engine, series.partition(" ")[2]))
         if tracemalloc.is_tracing():
             self._snapshot = tracemalloc.take_snapshot()
 
@@ -70,6 +74,9 @@ class Scene:
             size = f", {size_text(sized[name])}" if sized.get(name) else ""
             what = {FILE_DESCRIPTORS: "open", THREADS: "threads named", NOT_OURS: "tensors"}.get(self._series, "extents for")
             parts.append(f"since it was noticed: {more[name]} more {what} {name}{size}")
+        elif sized:
+            name = sized.most_common(1)[0][0]
+            parts.append(f"since it was noticed: {size_text(sized[name])} more for {name}")
         if self._snapshot is not None and before._snapshot is not None:
             lines = self._snapshot.compare_to(before._snapshot, "lineno")
             grown = [line for line in lines if line.size_diff > 0 and tracemalloc.__file__ not in str(line.traceback)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lowtide.planning.options import Tier
 from lowtide.reporting.format import (
@@ -80,6 +81,14 @@ def run_line(engine: Engine, facts: Mapping[str, Scalar]) -> RunLine:
     )
 
 
+def optimizer_facts(optimizer: Optimizer | None) -> dict[str, Scalar]:
+    """Which one it is, and whether it runs fused: ``None`` if it has no such choice."""
+    if optimizer is None:
+        return {}
+    choices = [bool(group["fused"]) for group in optimizer.param_groups if "fused" in group]
+    return {"optimizer": type(optimizer).__name__, "fused": all(choices) if choices else None}
+
+
 def plan_line(engine: Engine, holds: Holdings, *, t: float, step: int, why: str) -> PlanLine:
     """Where bytes live from now on."""
     forecast, placement = engine.placer.forecast, engine.placer.placement
@@ -116,6 +125,9 @@ def memory_line(engine: Engine, holds: Holdings, figures: Figures, *, t: float, 
         cgroup_bytes=figures.cgroup_bytes,
         cgroup_limit_bytes=figures.cgroup_limit_bytes,
         cpu_percent=figures.cpu_percent,
+        cpu_given_percent=figures.cpu_given_percent,
+        disk_busy_percent=figures.disk_busy_percent,
+        device_percent=figures.device_percent,
         disk_free_bytes=figures.disk_free_bytes,
         fds=figures.fds,
         threads=figures.threads,
@@ -226,7 +238,7 @@ def spans_line(rows: list[SpanRow], begin: float, *, t: float, step: int, why: s
 
 
 def _verb(row: SpanRow) -> str:
-    return "wait" if row.lane == "wait" else row.verb
+    return f"wait for {row.verb}" if row.lane == "wait" else row.verb
 
 
 def losses_in(output: Any) -> list[Tensor]:

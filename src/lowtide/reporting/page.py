@@ -16,10 +16,13 @@ from lowtide.planning.picture_drawing import safe
 from lowtide.planning.text import seconds_text, size_text
 from lowtide.reporting.charts import Chart, chart_data, chart_sheet
 from lowtide.reporting.findings import Findings
+from lowtide.reporting.machine_view import free_text, machine_charts
 from lowtide.reporting.page_postmortem import postmortem_html
+from lowtide.reporting.postmortem import PostMortem
 from lowtide.reporting.step_bars import bars_legend, bars_sheet
 from lowtide.reporting.step_view import details_data, typical
 from lowtide.reporting.tables import Table, arena_table, entry_table, lane_table, prediction_table, table_html, unit_table
+from lowtide.reporting.timeline import Timeline
 from lowtide.reporting.views import memory_charts, step_charts, traffic_chart
 from lowtide.reporting.wear import wear_text
 
@@ -40,6 +43,7 @@ def report_page(found: Findings) -> str:
         _step(found),
         _curves(found, charts),
         _disk(found, charts),
+        _machine(found, charts),
         _optional("Predictions", "predictions-section", prediction_table(found.predictions)),
         _optional("What happened", "happened-section", entry_table(found.entries)),
         _optional("Units", "units-section", unit_table(found.run)),
@@ -47,7 +51,14 @@ def report_page(found: Findings) -> str:
         _foot(found),
     ]
     data = {"charts": {chart.key: chart_data(chart) for chart in charts}, "steps": details_data(found.details)}
-    return _document(f"lowtide report: {found.name}", [section for section in sections if section], data)
+    return _document(f"lowtide report: {found.subject} ({found.name})", [section for section in sections if section], data)
+
+
+def refusal_page(name: str, post: PostMortem) -> str:
+    """Of a run that ended before anything was recorded."""
+    toggle = '<button type="button" id="theme" aria-label="Colours: as the system">colours: auto</button>'
+    head = f"<header><div><p class='product'>lowtide report</p><h1>{safe(name)}</h1></div>{toggle}</header><main id='main'>"
+    return _document(f"lowtide report: {name}", [head, postmortem_html(post)], {"charts": {}, "steps": []})
 
 
 def _document(title: str, sections: Sequence[str], data: dict[str, Any]) -> str:
@@ -93,7 +104,7 @@ def _head(found: Findings) -> str:
     facts = [f"started {started}", ranks, f"stage {run.stage}", f"update in {run.update}", found.ending.words]
     why = f'<p class="cause">{safe(found.ending.text)}</p>' if found.ending.text and found.post_mortem is None else ""
     toggle = '<button type="button" id="theme" aria-label="Colours: as the system">colours: auto</button>'
-    title = f"<div><p class='product'>lowtide report</p><h1>{safe(found.name)}</h1></div>"
+    title = f"<div><p class='product'>lowtide report · {safe(found.name)}</p><h1>{safe(found.subject)}</h1></div>"
     return f'<header>{title}{toggle}<p class="dim">{safe(" · ".join(facts))}</p>{why}</header><main id="main">'
 
 
@@ -105,14 +116,14 @@ def _verdict(found: Findings) -> str:
     )
     tiles = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(value)}</dd></div>" for name, value in found.facts())
     legend = _legend(bars_legend(found.summary)) if division else ""
-    figure = f'<figure aria-label="Where the time of a step goes">{legend}{division}</figure>' if division else ""
+    title = "Where the time of a step goes: the average, from the end of one update to the end of the next"
+    figure = f"<figure><figcaption>{title}</figcaption>{legend}{division}</figure>" if division else ""
     sentence = f'<p class="verdict" id="verdict">{safe(found.verdict.sentence)}</p>'
     return f'<section>{sentence}<dl class="tiles">{tiles}</dl>{figure}</section>'
 
 
 def _memory(found: Findings, charts: list[Chart]) -> str:
-    fullest = found.summary.fullest.rank
-    ordered = sorted(found.run.ranks, key=lambda t: (t.rank != fullest, t.rank))
+    ordered = by_fullness(found)
     parts: list[str] = []
     for i, timeline in enumerate(ordered[:_MOST_RANKS]):
         drawn = memory_charts(timeline, found.entries)
@@ -126,8 +137,9 @@ def _memory(found: Findings, charts: list[Chart]) -> str:
     left = len(ordered) - _MOST_RANKS
     more = f'<p class="dim">{left} more ranks are not drawn; the one shown first is the fullest.</p>' if left > 0 else ""
     note = (
-        "Every kind is what lowtide holds of it; what is counted beyond is Python and torch. Pages of files are not counted "
-        "against a budget, the kernel can drop them; nor is memory shared with ranks that count it."
+        "Host memory is what counts against the budget: every kind is what lowtide holds of it, and what is there beyond is "
+        "Python and torch. Pages of files, which the kernel can drop, and memory that other ranks count are left out here; "
+        "all that the kernel sees is drawn below, under Machine."
     )
     return f'<section id="memory"><h2>Memory of every tier</h2><p class="dim">{note}</p>{"".join(parts)}{more}</section>'
 
@@ -172,6 +184,19 @@ def _disk(found: Findings, charts: list[Chart]) -> str:
     return f'<section id="disk"><h2>Traffic</h2>{_figure(chart)}{text}</section>'
 
 
+def _machine(found: Findings, charts: list[Chart]) -> str:
+    ordered = by_fullness(found)
+    parts: list[str] = []
+    for i, timeline in enumerate(ordered[:_MOST_RANKS]):
+        if drawn := machine_charts(timeline, found.entries):
+            charts += drawn
+            inside = "".join(_figure(chart) for chart in drawn)
+            parts.append(inside if i == 0 else f"<details><summary>Rank {timeline.rank}</summary>{inside}</details>")
+    free = free_text(found.run)
+    said = f"<p>{safe(free)}</p>" if free else ""
+    return f'<section id="machine"><h2>Machine</h2>{"".join(parts)}{said}</section>' if parts else ""
+
+
 def _arenas(found: Findings) -> str:
     table = arena_table(found.run)
     saved = sum(timeline.last.memory[-1].shared_saved_bytes for timeline in found.run.ranks if timeline.last.memory)
@@ -192,6 +217,12 @@ def _foot(found: Findings) -> str:
     return f'<footer class="dim"><p>{safe(facts)}</p><p>Run folder {safe(str(found.run.path))}.{bad}</p></footer>'
 
 
+def by_fullness(found: Findings) -> list[Timeline]:
+    """The rank that is closest to its budget first, the others by number."""
+    fullest = found.summary.fullest.rank
+    return sorted(found.run.ranks, key=lambda t: (t.rank != fullest, t.rank))
+
+
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +233,8 @@ def _figure(chart: Chart) -> str:
     )
     legend = _legend([(series.colour, series.name) for series in (*chart.layers, *chart.curves) if any(series.values)])
     many = legend if len(chart.layers) + len(chart.curves) > 1 else ""
+    if flags := chart.marks_in_words():
+        many += f'<p class="flags dim"><i></i>{safe(flags)}: see What happened</p>'
     far = "".join(f'<p class="dim">{safe(words)}</p>' for words in chart.levels_too_high())
     reading = '<p class="reading" aria-live="polite"></p>'
     return (

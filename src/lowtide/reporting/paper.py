@@ -37,7 +37,7 @@ def paper_sheet(found: Findings) -> Sheet:
     """Verdict, division of a step, memory of the fullest rank, one step, curves, traffic: one below the other."""
     sheet = Sheet(f"lowtide report: {found.name}")
     sheet.y += 12
-    sheet.text(MARGIN, sheet.y, shortened(found.name, 70), size=19)
+    sheet.text(MARGIN, sheet.y, shortened(f"{found.subject} ({found.name})", 70), size=19)
     sheet.wrapped(found.verdict.sentence, size=14, look="lt-ink")
     if found.post_mortem is not None:
         sheet.wrapped(found.post_mortem.sentence, size=14, look="lt-wrong")

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lowtide.errors import DoesNotFit
 from lowtide.planning.text import size_text
 from lowtide.reporting.ending import is_alive
 from lowtide.reporting.format import MemoryLine
@@ -25,6 +26,7 @@ _REFUSED = re.compile(r"([\d.]+) MiB needed, ([\d.]+) MiB allowed")
 _ALLOCATION = re.compile(
     r"can't allocate memory|cannot allocate memory|out of memory|MemoryError|ArenaFull|not enough memory|ENOMEM", re.IGNORECASE
 )
+_ASKED = re.compile(r"tried to allocate (\d{1,18}) bytes")
 _NEAR = 0.9
 _MARGIN = 0.05
 """Of a limit: what a job should stay below it, because the kernel and others take some too."""
@@ -129,6 +131,30 @@ def examine_process(timeline: Timeline, process: Process, hints: Sequence[str] =
     return _of_silence(timeline, process, hints)
 
 
+def speaks_of_memory(text: str) -> bool:
+    """Whether an error, in words, says that memory ran out."""
+    return _REFUSED.search(text) is not None or _ALLOCATION.search(text) is not None
+
+
+def refused_before(error: DoesNotFit) -> PostMortem:
+    """Of a model that did not fit before anything was recorded: all that is known is in the error."""
+    return PostMortem(
+        cause="refused",
+        sentence=f"The job did not begin, because it would need more memory than it was given: {error}",
+        rank=0,
+        step=0,
+        budget_bytes=error.budget_bytes,
+        limit_bytes=None,
+        planned_bytes=error.needed_bytes,
+        planned={},
+        there={},
+        grew=(),
+        since_step=0,
+        short_bytes=max(error.needed_bytes - error.budget_bytes, _MIB),
+        local_ranks=1,
+    )
+
+
 # -- what happened -----------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +168,8 @@ def _of_error(timeline: Timeline, process: Process) -> PostMortem | None:
         found = replace(found, short_bytes=max(needed - allowed, _MIB) * found.local_ranks)
     elif _ALLOCATION.search(text):
         found = _facts(timeline, process, cause="allocation", sentence=f"An allocation failed because memory ran out: {text}")
+        if (asked := _ASKED.search(text)) is not None:
+            found = replace(found, short_bytes=max(found.short_bytes, int(asked[1])))
     else:
         return None
     return replace(found, changes=_changes(found, process))
@@ -279,6 +307,8 @@ def _changes(found: PostMortem, process: Process) -> tuple[str, ...]:
     if most is not None:
         enough = f"memory={_size(most + short)}" if found.cause == "refused" else f"a limit of {size_text(most + short)}"
         changes.append(f"{enough}: {size_text(short)} more")
+    if not changes:  # nothing that can move, and no limit that is known: it failed by one that nobody wrote down
+        changes.append(f"{size_text(short)} more for this process (ulimit -v, container, machine), or a smaller batch")
     return tuple(changes)
 
 

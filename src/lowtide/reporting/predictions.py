@@ -10,17 +10,26 @@ from lowtide.reporting.format import PlanLine, StepLine
 from lowtide.reporting.summary import Summary, steady_steps
 from lowtide.reporting.timeline import Run, Timeline
 
+_BEFORE = "plan from before the first step"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What was said and what came. ``None`` where one of the two is missing."""
 
     what: str
+    """Which plan: why it was made."""
     steps: str
+    """Those it is held against."""
     predicted: float | None
     measured: float | None
     unit: str
     """seconds or bytes"""
+
+    @property
+    def of(self) -> str:
+        """What was predicted."""
+        return "seconds per step" if self.unit == "seconds" else "peak of host memory"
 
     @property
     def error(self) -> float | None:
@@ -35,6 +44,12 @@ def error_text(error: float) -> str:
     return f"{100 * error:+.0f} %".replace("-", "−")
 
 
+def off_text(error: float) -> str:
+    """``12 % too high``."""
+    percent = f"{100 * abs(error):.0f} %"
+    return f"{percent} too {'high' if error > 0 else 'low'}" if round(100 * error) else "right to 1 %"
+
+
 def predictions(run: Run, summary: Summary, extras: Extras) -> list[Prediction]:
     """The plan from before the first step, if there was one, and every placement of the first rank."""
     found: list[Prediction] = []
@@ -42,21 +57,19 @@ def predictions(run: Run, summary: Summary, extras: Extras) -> list[Prediction]:
     if extras.plan is not None and steps:
         seconds = extras.plan.predicted_seconds or None
         peak = sum(rank.peak_bytes for rank in summary.ranks if rank.run.host == summary.ranks[0].run.host)
-        found.append(_seconds("plan before the first step", "all", seconds, steps))
+        found.append(_seconds(_BEFORE, "all", seconds, steps))
         predicted = float(extras.plan.predicted_peak_bytes)
-        found.append(
-            Prediction(what="peak of host memory, by it", steps="all", predicted=predicted, measured=float(peak), unit="bytes")
-        )
+        found.append(Prediction(what=_BEFORE, steps="all", predicted=predicted, measured=float(peak), unit="bytes"))
     for plan, lines in _in_force(run.first):
         if lines:
-            numbers = f"{lines[0].step} to {lines[-1].step}"
+            first, last = lines[0].step, lines[-1].step
+            numbers = f"{first} to {last}" if last > first else str(first)
             why = plan.why or "placement"
             found.append(_seconds(why, numbers, plan.predicted_seconds, lines))
             peak = max(step.peak_bytes for step in lines)
             if plan.predicted_peak_bytes is not None and peak:
                 predicted = float(plan.predicted_peak_bytes)
-                what = "peak of host memory, by it"
-                found.append(Prediction(what=what, steps=numbers, predicted=predicted, measured=float(peak), unit="bytes"))
+                found.append(Prediction(what=why, steps=numbers, predicted=predicted, measured=float(peak), unit="bytes"))
     return [p for p in found if p.predicted is not None]
 
 

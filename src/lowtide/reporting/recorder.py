@@ -26,9 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.reporting.division import divide
+from lowtide.reporting.ending import fell_silent
+from lowtide.reporting.extras import EVENTS
 from lowtide.reporting.format import MarkLine, Scalar, StepLine
 from lowtide.reporting.loggers import Logger
 from lowtide.reporting.observing import UnitTallies, losses_in, numbers_of, run_line, spans_line
+from lowtide.reporting.postmortem import speaks_of_memory
 from lowtide.reporting.thinning import Schedule
 from lowtide.reporting.watching import MemoryWatch
 from lowtide.reporting.writer import Writer
@@ -49,6 +52,7 @@ class Recorder:
         self.loggers: list[Logger] = []
         self._engine = engine
         self._writer = Writer(run, engine.group.rank)
+        silent_before = fell_silent(self._writer.path)
         self._schedule, self._tallies, self._spans = Schedule(), UnitTallies(), Spans()
         self._watch = MemoryWatch(engine, self._writer, self._schedule, self.mark)
         self._unit_of = {name: engine.unit_of[param].name for param, name in engine.name_of.items()}
@@ -72,8 +76,10 @@ class Recorder:
         self._covers = 0
         self._writer.write(run_line(engine, facts or {}), last_words=True)
         self._warnings = _Warnings(self)
-        self._at_exit = functools.partial(_end_at_exit, self._writer)
+        self._at_exit = functools.partial(_end_at_exit, self._writer, run)
         self._listen()
+        if silent_before and engine.group.rank == 0:
+            _tell_of_the_one_before(run)
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -92,8 +98,10 @@ class Recorder:
         """Tell everybody who does something worth a span."""
         engine = self._engine
         engine.placer.clock.spans = spans
+        listener = self._at_boundary if spans is not None else None
         for stream in engine.update.streams.values():
-            stream.spans = spans
+            stream.spans, stream.listener = spans, listener
+        engine.grad_facts.spans, engine.grad_facts.listener = spans, listener
         for channel in (engine.gathers, engine.reductions):
             channel.observer = spans.note_exchange if spans is not None else None
         if engine.store is not None:
@@ -193,8 +201,13 @@ class Recorder:
         return self._engine.placer.clock.backward_since is not None
 
     def _at_boundary(self, moment: str) -> None:
-        if self._since is not None:
+        """Between two pieces of a step's work; ``moment`` says of which sort they are."""
+        if self._since is None:
+            return
+        try:
             self._watch.at_boundary(self._step + 1, moment)
+        except Exception:
+            self._failed()
 
     def _gradient(self, unit: str) -> None:
         """What backward has done since the last gradient of another unit was for this one."""
@@ -235,7 +248,7 @@ class Recorder:
         if begin is None:  # an update without a forward pass of the model
             return
         end = self._skipped_at or time.perf_counter()
-        if self._stepping_since is not None and not self._engine.update.streams:
+        if self._stepping_since is not None:  # around the chunks, if it was streamed: reading and writing is a part of it
             self._spans.add("update", "update", "", self._stepping_since, end)
         rows = [self._sized(row) for row in self._spans.take()]
         self._step, self._covers = self._step + 1, self._covers + 1
@@ -282,7 +295,7 @@ class Recorder:
             disk_read_bytes=self._moved[0] - before[0],
             disk_written_bytes=self._moved[1] - before[1],
             wire_bytes=wire,
-            peak_bytes=self._engine.budget.peak,
+            peak_bytes=self._watch.peak_bytes,
             skipped=self._skipped_at is not None,
             covers=self._covers,
             total_disk_read_bytes=self._moved[0],
@@ -316,6 +329,18 @@ class _Warnings(logging.Handler):
         recorder = self._recorder()
         if recorder is not None and not getattr(record, "marked", False):
             recorder.mark("warning", record.getMessage())
+        if logging.lastResort is not None and self._is_alone(logging.getLogger(record.name)):
+            logging.lastResort.handle(record)
+
+    def _is_alone(self, logger: logging.Logger | None) -> bool:
+        """Whether nobody else hears of it. Python prints a warning that has no handler at all; this one must not end that."""
+        if self is not next((handler for handler in _log.handlers if isinstance(handler, _Warnings)), None):
+            return False  # of several models that are recorded, one prints
+        while logger is not None:
+            if any(not isinstance(handler, _Warnings) for handler in logger.handlers):
+                return False
+            logger = logger.parent if logger.propagate else None
+        return True
 
 
 def record(engine: Engine, run: str | Path, **facts: Scalar) -> Recorder:
@@ -330,10 +355,26 @@ def _forget(writer: Writer, warnings: _Warnings, at_exit: functools.partial[None
     writer.end(why, text)
 
 
-def _end_at_exit(writer: Writer) -> None:
+def _tell_of_the_one_before(run: Path) -> None:
+    """The process before this one was killed; if that was for memory, this one says so, and leaves the page."""
+    from lowtide.reporting.report import leave_post_mortem  # pages are not made in a run that goes well
+
+    if (run / EVENTS).exists():  # `lowtide train` keeps its own book, and tells by itself
+        return
+    if (told := leave_post_mortem(run, goes_on=True)) is not None:
+        _log.warning("the job before this one ran out of memory: %s", told)
+
+
+def _end_at_exit(writer: Writer, run: Path) -> None:
     """The interpreter ends, perhaps because of an error that it has printed."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         writer.end("done")
     else:
-        writer.end("error", f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        writer.end("error", text)
+        if speaks_of_memory(text):
+            from lowtide.reporting.report import leave_post_mortem
+
+            if (told := leave_post_mortem(run)) is not None:
+                _log.error("%s", told)

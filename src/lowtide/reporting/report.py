@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lowtide.errors import ArgumentError, Error
+from lowtide.errors import ArgumentError, DoesNotFit, Error
 from lowtide.reporting.findings import Findings, find
-from lowtide.reporting.page import report_page
+from lowtide.reporting.page import refusal_page, report_page
 from lowtide.reporting.paper import paper_sheet, png
 from lowtide.reporting.perfetto import trace_events
-from lowtide.reporting.postmortem import examine_before
+from lowtide.reporting.postmortem import examine_before, refused_before
 
 POST_MORTEM = "post-mortem.html"
 _KINDS = (".html", ".svg", ".png", ".json")
@@ -104,18 +105,34 @@ def write_file(path: Path, data: bytes) -> Path:
     return path
 
 
-def leave_post_mortem(run: Path, *, goes_on: bool = False) -> str | None:
+def no_ways(found: Findings) -> Sequence[str]:
+    """Of a run of which no planner knows anything."""
+    return ()
+
+
+def leave_post_mortem(run: Path, *, goes_on: bool = False, ways: Callable[[Findings], Sequence[str]] = no_ways) -> str | None:
     """If the last process of a run ran out of memory: write a page into its folder and return what a person should be told.
 
-    ``goes_on``: the caller goes on with the run, and the processes before it are meant. Never raises: whoever calls this has a
-    failure to tell of already.
+    ``goes_on``: the caller goes on with the run, and the processes before it are meant. ``ways``: what a planner would change.
+    Never raises: whoever calls this has a failure to tell of already.
     """
     try:
         found = find(run)
         post = examine_before(found.run) if goes_on else found.post_mortem
         if post is None or not post.is_about_memory:
             return None
-        page = write_file(run / POST_MORTEM, report_page(replace(found, post_mortem=post)).encode())
-    except (Error, OSError, ValueError):
+        found = replace(found, post_mortem=post)
+        found = found.with_ways_out(ways(found))
+        page = write_file(run / POST_MORTEM, report_page(found).encode())
+    except (Error, OSError, ValueError, MemoryError):
         return None
-    return f"{post.text()}\nThe page {page} has more."
+    told = (found.post_mortem or post).text()
+    return f"{told}\nThe page {page} has more."
+
+
+def leave_refusal(run: Path, error: DoesNotFit) -> None:
+    """A model did not fit before anything was recorded: a page that says so, for whoever looks into the run's folder later.
+    Never raises, as above."""
+    with contextlib.suppress(Error, OSError):
+        run.mkdir(parents=True, exist_ok=True)
+        write_file(run / POST_MORTEM, refusal_page(run.resolve().name, refused_before(error)).encode())

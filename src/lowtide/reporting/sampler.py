@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from lowtide.reporting.format import ProcessMemory
+from lowtide.reporting.utilisation import DisksBusy, ProcessorShare
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
@@ -34,6 +35,10 @@ class Figures:
     cgroup_limit_bytes: int | None
     cpu_percent: float | None
     """Since the sample before; 100 is one core."""
+    cpu_given_percent: float | None
+    """Of the processor time that the thread which samples asked for since then."""
+    disk_busy_percent: float | None
+    device_percent: float | None
     disk_free_bytes: int | None
     fds: int | None
     threads: int | None
@@ -41,10 +46,18 @@ class Figures:
 
 
 class Sampler:
-    """``folders``: whose file systems' free space is of interest."""
+    """``folders``: whose disks are of interest. ``device``: says how busy an accelerator is, in percent, if there is one."""
 
-    def __init__(self, folders: Sequence[str], *, root: Path = _CGROUP, process: Path = Path("/proc/self")) -> None:
-        self._process = process
+    def __init__(
+        self,
+        folders: Sequence[str],
+        *,
+        device: Callable[[], float | None] = lambda: None,
+        root: Path = _CGROUP,
+        process: Path = Path("/proc/self"),
+    ) -> None:
+        self._process, self._device = process, device
+        self._given, self._disks = ProcessorShare(), DisksBusy(folders)
         self._folders = _one_per_file_system(folders)
         self._usage, self._limits = _group_files(root, process)
         self._limit: int | None = None
@@ -65,6 +78,9 @@ class Sampler:
             cgroup_bytes=_number(self._usage) if self._usage is not None else None,
             cgroup_limit_bytes=self._limit,
             cpu_percent=self._cpu_percent(),
+            cpu_given_percent=self._given.percent(),
+            disk_busy_percent=self._disks.percent(),
+            device_percent=self._device(),
             disk_free_bytes=self._disk_free(),
             fds=_count_fds(self._process / "fd"),
             threads=status.get("Threads"),

@@ -12,7 +12,8 @@ COLOURS = {
     "update": "#85751c",
     "waiting for the disk": "#228833",
     "waiting for other ranks": "#c2500f",
-    "outside lowtide": "#8a9099",
+    "other code inside the step": "#8a9099",
+    "between steps": "#b0a08a",
 }
 _MOST_RANKS = 16
 _ROW = 26.0

@@ -32,7 +32,9 @@ class Division:
     comm: float
     """Waiting for other ranks."""
     rest: float
-    """Neither: loading data between steps, Python, the caller's own code."""
+    """Inside the step, and none of these: the caller's own code between forward pass and update."""
+    between: float = 0.0
+    """After an update, before the next forward pass: loading data, as a rule."""
 
     def parts(self) -> dict[str, float]:
         return {
@@ -40,7 +42,8 @@ class Division:
             "update": self.update,
             "waiting for the disk": self.disk,
             "waiting for other ranks": self.comm,
-            "outside lowtide": self.rest,
+            "other code inside the step": self.rest,
+            "between steps": self.between,
         }
 
 
@@ -70,6 +73,10 @@ class RankSummary:
     """Bytes per second while the disk worked, from steps recorded in detail."""
     plan: PlanLine | None
     """The newest."""
+    clip_share: float
+    """Of the seconds of its update, how many were spent on clipping, from steps recorded in detail."""
+    processor_share: float | None
+    """Of the processor time that the step's thread asked for, how much it got; ``None`` if nobody counts that here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +162,8 @@ def divide(steps: Sequence[StepLine], *, gap: float = 0.0) -> Division | None:
         update=found["update"],
         disk=found["disk_wait"],
         comm=found["comm_wait"],
-        rest=max(left, 0.0) + gap,
+        rest=max(left, 0.0),
+        between=gap,
     )
 
 
@@ -200,7 +208,24 @@ def _rank(timeline: Timeline) -> RankSummary:
         parked={kind: size for kind, size in memory[-1].disk.items() if size > 0 and kind != "spare"} if memory else {},
         disk_speed=disk_speed(line for process in timeline.processes for line in process.spans),
         plan=next((process.plans[-1] for process in reversed(timeline.processes) if process.plans), None),
+        clip_share=_clip_share(line for process in timeline.processes for line in process.spans),
+        processor_share=_processor_share(memory),
     )
+
+
+def _clip_share(spans: Iterable[SpansLine]) -> float:
+    """Chunks lie inside the span of the whole update, which has no unit; an update inside backward has no such span."""
+    found = {"clip": 0.0, "update": 0.0}
+    for line in spans:
+        for row in line.rows:
+            if row.lane == "update" and not line.names[row.unit]:
+                found[row.verb] = found.get(row.verb, 0.0) + row.end - row.begin
+    return found["clip"] / sum(found.values()) if found["clip"] else 0.0
+
+
+def _processor_share(samples: Sequence[MemoryLine]) -> float | None:
+    given = [sample.cpu_given_percent for sample in samples if sample.cpu_given_percent is not None]
+    return statistics.fmean(given) / 100 if given else None
 
 
 def _total(timeline: Timeline, name: str) -> int:

@@ -45,7 +45,7 @@ def table_html(table: Table) -> str:
         for row in table.rows
     )
     look = ' class="sortable"' if table.sortable else ""
-    caption = f"<caption>{safe(table.caption)}</caption>" if table.caption else ""
+    caption = f"<caption><span>{safe(table.caption)}</span></caption>" if table.caption else ""
     inside = f"{caption}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>"
     label = safe(table.caption or table.key)
     box = f'<div class="scrolls" tabindex="0" role="region" aria-label="{label}">'
@@ -112,6 +112,8 @@ def arena_table(run: Run) -> Table | None:
         if not timeline.last.memory:
             continue
         for name, arena in timeline.last.memory[-1].arenas.items():
+            if not arena.reserved and not arena.takes:
+                continue  # a kind of bytes that this run has none of
             free = max(0, arena.reserved - arena.taken - arena.limbo)
             largest = min(arena.largest_free, free)
             split = 1 - largest / free if largest else None
@@ -165,6 +167,7 @@ def prediction_table(found: Sequence[Prediction]) -> Table | None:
     rows = [
         [
             Cell(shortened(p.what, 80)),
+            Cell(p.of),
             Cell(p.steps),
             Cell(value_text(p.predicted or 0.0, p.unit), p.predicted),
             Cell("–" if p.measured is None else value_text(p.measured, p.unit), p.measured),
@@ -172,8 +175,12 @@ def prediction_table(found: Sequence[Prediction]) -> Table | None:
         ]
         for p in found
     ]
-    head = ("plan", "steps", "predicted", "measured", "error")
-    return Table(key="predictions", caption="", head=head, rows=rows, numbers=3) if rows else None
+    head = ("plan, by what made it", "predicts", "for steps", "predicted", "measured", "error")
+    caption = (
+        "Every plan against the steps it was in force for, without the first step of a process. "
+        "Error: how much too high (+) or too low (−) the prediction was"
+    )
+    return Table(key="predictions", caption=caption, head=head, rows=rows, numbers=3) if rows else None
 
 
 def lane_table(detail: StepDetail) -> Table:

@@ -5,6 +5,7 @@ Also for files that are still being written: a ``Follower`` gives what is new si
 
 from __future__ import annotations
 
+import bisect
 import os
 import re
 import stat
@@ -42,7 +43,8 @@ class NoTimeline(ArgumentError):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What one process wrote, from its ``run`` line on. All lists are in the order of the file."""
+    """What one process wrote, from its ``run`` line on. All lists are in the order of the file, but for ``memory``, which is in
+    the order of time: the sample of a step's fullest moment is written when the step is over."""
 
     run: RunLine
     plans: list[PlanLine] = field(default_factory=list[PlanLine])
@@ -155,7 +157,7 @@ class Follower:
             case StepLine():
                 process.steps.append(line)
             case MemoryLine():
-                process.memory.append(line)
+                _add_in_order(process.memory, line)
             case SpansLine():
                 process.spans.append(line)
             case UnitsLine():
@@ -165,6 +167,13 @@ class Follower:
             case EndLine():
                 process.ends.append(line)
         return True
+
+
+def _add_in_order(samples: list[MemoryLine], line: MemoryLine) -> None:
+    """By time; what was written twice counts once."""
+    at = bisect.bisect_right(samples, line.t, key=lambda sample: sample.t)
+    if not at or samples[at - 1] != line:
+        samples.insert(at, line)
 
 
 def _parts(path: Path, offset: int) -> Iterator[bytes]:

@@ -1,7 +1,8 @@
 """What limited a run, in one sentence, and what would change it. Pure: numbers in, words out.
 
-A step's time is divided into computing, the update, waiting for the disk, waiting for other ranks, and the rest. The largest of
-those that could be shorter is named. Computing could not be shorter, so it is named when nothing else costs much.
+A step's time is divided into computing, the update, waiting for the disk, waiting for other ranks, what else is inside it, and
+what lies between two of them. The largest of those that could be shorter is named. Computing could not be shorter, so it is
+named when nothing else costs much.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ _SLOWER = 1.15
 _ONE_SIDED = 0.75
 _EXPECTED_REST = 0.20
 """Below this, what is outside lowtide is taken for the ordinary cost of a training loop."""
+_MOSTLY = 0.5
+_STARVED = 0.75
+"""A thread that gets less of the processor time it asks for shares its processor with others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """``bound``: nothing yet, compute, update, disk reads, disk writes, disk, ranks, one rank, outside."""
+    """``bound``: nothing yet, compute, update, disk reads, disk writes, disk, ranks, one rank, between steps, outside."""
 
     bound: str
     share: float
@@ -48,14 +52,11 @@ def judge(summary: Summary) -> Verdict:
     if waits == "disk":
         return _disk_verdict(max(timed, key=lambda r: r.division.disk if r.division else 0.0))
     if waits == "rest":
-        return _outside_verdict(average)
+        return _outside_verdict(average, timed)
     if average.update > _UPDATE_WORTH_NAMING * average.seconds and average.update > average.compute:
         share = average.update / average.seconds
-        text = f"Bounded by the optimizer: {_percent(share)} of the step is the update."
-        return Verdict(
-            bound="update", share=share, sentence=f"{text} A fused optimizer (fused=True) is the first thing to try."
-        )
-    return _compute_verdict(average)
+        return Verdict(bound="update", share=share, sentence=f"{_update_sentence(rank, share)}{_starved(timed)}")
+    return _compute_verdict(average, timed)
 
 
 def more_memory(rank: RankSummary) -> int | None:
@@ -81,6 +82,7 @@ def _average(divisions: Sequence[Division]) -> Division:
         disk=sum(d.disk for d in divisions) / count,
         comm=sum(d.comm for d in divisions) / count,
         rest=sum(d.rest for d in divisions) / count,
+        between=sum(d.between for d in divisions) / count,
     )
 
 
@@ -89,7 +91,7 @@ def _largest_wait(average: Division) -> str | None:
     over = {
         "disk": average.disk / average.seconds - WORTH_NAMING,
         "comm": average.comm / average.seconds - WORTH_NAMING,
-        "rest": average.rest / average.seconds - _EXPECTED_REST,
+        "rest": (average.rest + average.between) / average.seconds - _EXPECTED_REST,
     }
     name = max(over, key=lambda n: over[n])
     return name if over[name] >= 0 else None
@@ -130,22 +132,52 @@ def _ranks_verdict(timed: Sequence[RankSummary], average: Division) -> Verdict:
     return Verdict(bound="ranks", share=share, sentence=sentence)
 
 
-def _outside_verdict(average: Division) -> Verdict:
+def _outside_verdict(average: Division, timed: Sequence[RankSummary]) -> Verdict:
+    """Data is loaded between steps; what is lost inside one has other causes."""
+    if average.between >= average.rest:
+        share = average.between / average.seconds
+        spent = f"{_percent(share)} of the time ({seconds_text(average.between)} a step)"
+        sentence = (
+            f"Bounded by what happens between steps: {spent} passes after an update and before the next forward pass. "
+            f"Loading data is the usual cause; more loader workers are the first thing to try.{_starved(timed)}"
+        )
+        return Verdict(bound="between steps", share=share, sentence=sentence)
     share = average.rest / average.seconds
     spent = f"{_percent(share)} of the step ({seconds_text(average.rest)})"
     sentence = (
-        f"Bounded outside lowtide: {spent} is neither computing nor a wait that lowtide knows. "
-        f"Loading data is the usual cause; more loader workers are the first thing to try."
+        f"Bounded outside lowtide: {spent} is neither computing nor a wait that lowtide knows, and lies inside the step: the "
+        f"training script's own code between its forward passes and the update.{_starved(timed)}"
     )
     return Verdict(bound="outside", share=share, sentence=sentence)
 
 
-def _compute_verdict(average: Division) -> Verdict:
+def _compute_verdict(average: Division, timed: Sequence[RankSummary]) -> Verdict:
     share = (average.compute + average.update) / average.seconds
     waits = average.disk + average.comm
     cost = f"all waiting together costs {_percent(waits / average.seconds)}" if waits > 0 else "it waits for nothing"
-    sentence = f"Bounded by compute: {_percent(share)} of the step computes, {cost}."
+    sentence = f"Bounded by compute: {_percent(share)} of the step computes, {cost}.{_starved(timed)}"
     return Verdict(bound="compute", share=share, sentence=sentence)
+
+
+def _starved(timed: Sequence[RankSummary]) -> str:
+    """If others took the processor away, no part of a step is as long as it could be, and all of them are named in vain."""
+    worst = min((rank.processor_share for rank in timed if rank.processor_share is not None), default=1.0)
+    if worst >= _STARVED:
+        return ""
+    return f" The machine gave this job only {_percent(worst)} of the processor time it asked for: others use it, too."
+
+
+def _update_sentence(rank: RankSummary, share: float) -> str:
+    if rank.clip_share > _MOSTLY:
+        clips = f"{_percent(rank.clip_share)} of that is clipping, which looks at every gradient once more"
+        return f"Bounded by clipping and the optimizer: {_percent(share)} of the step is the update, and {clips}."
+    return f"Bounded by the optimizer: {_percent(share)} of the step is the update. {_faster_update(rank)}"
+
+
+def _faster_update(rank: RankSummary) -> str:
+    if rank.run.facts.get("fused") is False:
+        return "A fused optimizer (fused=True) is the first thing to try."
+    return "A larger batch makes it a smaller part of the whole."
 
 
 def _percent(share: float) -> str:

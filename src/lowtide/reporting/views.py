@@ -1,4 +1,5 @@
-"""Which charts a run has: memory of every tier by kind, loss, speed, peaks, traffic, and the marks on them. No torch here."""
+"""Which charts of itself a run has: memory of every tier by kind, loss, speed, peaks, traffic, and the marks on them. No torch
+here. What the kernel says beside it is in ``machine_view.py``."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from lowtide.reporting.charts import Chart, Level, Mark, Series, thinned
 from lowtide.reporting.extras import Extras
 from lowtide.reporting.format import MemoryLine, StepLine
 from lowtide.reporting.postmortem import DEVICE, OURS_NOT, WORKERS, parts_of
-from lowtide.reporting.summary import SHARED, counted_bytes
+from lowtide.reporting.summary import counted_bytes
 from lowtide.reporting.timeline import Process, Run, Timeline
 
-FILES = "pages of files"
 _MOST_POINTS = 500
 _EVERY_MOMENT = 240
-"""Up to so many samples all are drawn; more would only flicker up and down with every step."""
+"""Up to so many samples all are drawn."""
+_MANY_STEPS = 80
+"""More samples of at least so many steps would only flicker up and down with every step; of fewer steps, each has a shape."""
 _MOST_MARKS = 60
 _MOST_CURVES = 8
 _SAME = {"buffers in flight": "buffers", "in flight": "buffers", "staging": "buffers"}
@@ -27,8 +29,6 @@ KIND_COLOURS = {
     **COLOURS,
     OURS_NOT: "#8a9099",
     WORKERS: "#b39c86",
-    SHARED: "#b7cfe6",
-    FILES: "#8a909950",
     DEVICE: "#9988cc",
     "unused": "#c7b299",
     "spare": "#c9ced6",
@@ -83,8 +83,8 @@ def entries(run: Run, extras: Extras) -> list[Entry]:
 
 def memory_charts(timeline: Timeline, happened: Sequence[Entry]) -> list[Chart]:
     """One per tier that holds anything: host, device, disk."""
-    samples = _samples(timeline)
-    marks = _marks(happened, "time")
+    samples = samples_over_time(timeline)
+    marks = marks_on(happened, "time")
     run = timeline.last.run
     of = f", rank {timeline.rank}" if run.world_size > 1 else ""
     charts = [
@@ -117,14 +117,15 @@ def memory_charts(timeline: Timeline, happened: Sequence[Entry]) -> list[Chart]:
     return [chart for chart in charts if not chart.is_empty]
 
 
-def _samples(timeline: Timeline) -> list[tuple[float, MemoryLine | None]]:
+def samples_over_time(timeline: Timeline) -> list[tuple[float, MemoryLine | None]]:
     """Samples over time, few enough to draw: of many, the fullest of every step. Nothing was there between two processes."""
     points: list[tuple[float, MemoryLine | None]] = []
     most = max(10, _MOST_POINTS // len(timeline.processes))
     count = sum(len(process.memory) for process in timeline.processes)
+    steps = sum(len({sample.step for sample in process.memory}) for process in timeline.processes)
     for process in timeline.processes:
         taken = [(timeline.at(process, sample.t), sample) for sample in process.memory]
-        if count > _EVERY_MOMENT:
+        if count > _EVERY_MOMENT and steps >= _MANY_STEPS:
             taken = [_fullest(list(group)) for _, group in groupby(taken, key=lambda pair: pair[1].step)]
         if taken and points:
             points += [(points[-1][0], None), (taken[0][0], None)]
@@ -138,10 +139,9 @@ def _fullest(group: Sequence[tuple[float, MemoryLine]]) -> tuple[float, MemoryLi
 
 
 def _host_parts(sample: MemoryLine) -> dict[str, int]:
-    shared = {SHARED: sample.host[SHARED]} if sample.host.get(SHARED) else {}
-    parts = {**parts_of(sample), **shared, FILES: sample.process.file}
+    """What counts against the budget, and nothing else: the top of the stack is held against that line."""
     named: dict[str, int] = {}
-    for kind, size in parts.items():
+    for kind, size in parts_of(sample).items():
         name = _SAME.get(kind, kind)
         named[name] = named.get(name, 0) + size
     return named
@@ -156,7 +156,7 @@ def _stack(parts: Sequence[dict[str, int]]) -> list[Series]:
 
 
 def _place(kind: str) -> tuple[int, str]:
-    last = ("unused", "spare", DEVICE, OURS_NOT, WORKERS, SHARED, FILES)
+    last = ("unused", "spare", DEVICE, OURS_NOT, WORKERS)
     if kind in last:
         return len(_ORDER) + 1 + last.index(kind), kind
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER)), kind
@@ -168,14 +168,10 @@ def _host_levels(timeline: Timeline) -> list[Level]:
 
     budget = changes((p, 0.0, p.run.budget_bytes) for p in timeline.processes)
     plan = changes((p, plan.t, plan.predicted_peak_bytes) for p in timeline.processes for plan in p.plans)
-    limit = next((s.cgroup_limit_bytes for p in reversed(timeline.processes) for s in reversed(p.memory)), None)
     levels = [
         Level(name="budget", points=budget, look="lt-budget"),
         Level(name="planned peak", points=plan, look="lt-plan"),
     ]
-    alone = timeline.last.run.local_ranks == 1  # a control group counts all ranks of its host
-    if limit and alone and not any(value == limit for _, value in budget):
-        levels.append(Level(name="control group", points=[(0.0, float(limit))], look="lt-budget"))
     return [level for level in levels if level.points]
 
 
@@ -188,13 +184,13 @@ def step_charts(run: Run, extras: Extras, happened: Sequence[Entry]) -> list[Cha
     steps = sorted({step for lines in by_rank.values() for step in lines})
     groups = [steps[begin:end] for begin, end in thinned(len(steps), _MOST_POINTS)]
     x = [float(group[-1]) for group in groups]
-    marks = _marks(happened, "step")
+    marks = marks_on(happened, "step")
     drawn = dict(list(by_rank.items())[:_MOST_CURVES])
     charts = [
         _loss_chart(groups, x, by_rank[run.first.rank], extras, marks),
         Chart(
             key="seconds",
-            title="Seconds per step",
+            title="Seconds per step, from the beginning of its forward pass to the end of its update",
             unit="seconds",
             axis="step",
             x=x,
@@ -204,7 +200,7 @@ def step_charts(run: Run, extras: Extras, happened: Sequence[Entry]) -> list[Cha
         ),
         Chart(
             key="peaks",
-            title="Peak of host memory per step",
+            title="Peak of host memory per step, as it counts against the budget",
             unit="bytes",
             axis="step",
             x=x,
@@ -300,10 +296,10 @@ def _mean(values: dict[int, float], group: Sequence[int]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def _marks(happened: Sequence[Entry], axis: str) -> list[Mark]:
+def marks_on(happened: Sequence[Entry], axis: str) -> list[Mark]:
     """At most a readable number; what is rarer than a checkpoint goes first."""
     placed = [(e.at if axis == "time" else float(e.step or 0), e) for e in happened if axis == "time" or e.step is not None]
     rare = [pair for pair in placed if pair[1].what != "checkpoint"]
     often = [pair for pair in placed if pair[1].what == "checkpoint"]
     kept = [*rare[-_MOST_MARKS:], *often[: max(0, _MOST_MARKS - len(rare))]]
-    return [Mark(x=x, text=clean(f"{e.what}: {e.text}" if e.text else e.what)) for x, e in kept]
+    return [Mark(x=x, what=clean(e.what), text=clean(f"{e.what}: {e.text}" if e.text else e.what)) for x, e in kept]

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lowtide.reporting.device_busy import DeviceBusy
 from lowtide.reporting.format import MemoryLine, PlanLine
 from lowtide.reporting.leaks import FILE_DESCRIPTORS, NOT_OURS, SPOOL, THREADS, LeakWatch
 from lowtide.reporting.locating import Scene
 from lowtide.reporting.observing import memory_line, plan_line
 from lowtide.reporting.sampler import Sampler
+from lowtide.reporting.summary import counted_bytes
 from lowtide.reporting.thinning import Schedule, keeps
 from lowtide.reporting.writer import Writer
 from lowtide.runtime.engine import Engine
@@ -31,6 +33,8 @@ _NEAR = 0.97  # of the step before: until then memory is only on its way up
 _LEAKS = 256  # steps that are all looked at for leaks, before that is thinned, too
 _REFRESH = 64  # steps after which what hardly ever changes is counted again
 _NOW_EVERY = 1.0  # seconds
+_ACTIVATIONS = "host activations"
+_BUFFERED = ("clip", "update")  # pieces of a step whose buffers are gone before the next piece begins
 
 
 class MemoryWatch:
@@ -40,11 +44,14 @@ class MemoryWatch:
         self.spent = 0.0
         """Seconds of this thread that recording has cost; what others do meanwhile is not its fault."""
         self._engine, self._writer, self._schedule, self._mark = engine, writer, schedule, mark
-        self._sampler = Sampler([folder.path for folder in engine.config.disk] or [str(writer.path.parent)])
+        folders = [folder.path for folder in engine.config.disk] or [str(writer.path.parent)]
+        self._sampler = Sampler(folders, device=DeviceBusy().percent)
         self._leaks = LeakWatch()
         self._scenes: dict[str, Scene] = {}
-        self._fullest: MemoryLine | None = None
+        self._kept: dict[str, MemoryLine] = {}  # of the step under way: its fullest moment and others, written when it is over
         self._fullest_bytes = 0
+        self._buffered: dict[str, int] = {}  # most bytes in buffers of this step that were sampled, by moment
+        self._most_sampled = 0  # of the step under way: samples also see moments at which the budget is not read
         self._peak_before = 0
         self._buffer_bytes = 0
         self._last_memory: MemoryLine | None = None
@@ -58,7 +65,7 @@ class MemoryWatch:
         self._count_activations()
         if self._engine.budget.limit is None:  # else the placer begins a new peak
             self._engine.budget.peak = 0
-        self._fullest, self._fullest_bytes = None, 0
+        self._kept, self._fullest_bytes, self._buffered, self._most_sampled = {}, 0, {}, 0
         if self._schedule.count % _REFRESH == 0:
             self._buffer_bytes = sum(b.nbytes for b in self._engine.model.buffers())
         written = self._schedule.keeps_memory() or self._schedule.sample_is_due(self._writer.seconds)
@@ -77,23 +84,43 @@ class MemoryWatch:
         if budget.limit is None:
             budget.read()
         due = self._schedule.sample_is_due(self._writer.seconds)
-        full = budget.peak > max(self._fullest_bytes * _HIGHER, self._peak_before * _NEAR) and self._schedule.keeps_memory()
-        if due or full:
+        full = budget.peak > max(self._fullest_bytes * _HIGHER, self._peak_before * _NEAR)
+        buffered = self._engine.buffers_arena.taken_bytes
+        busier = moment in _BUFFERED and buffered > self._buffered.get(moment, -1) * _HIGHER
+        if due or ((full or busier) and self._schedule.keeps_memory()):
             line = self._sample(step, moment)
             if budget.peak > self._fullest_bytes:
-                self._fullest, self._fullest_bytes = line, budget.peak
+                self._fullest_bytes = budget.peak
+                self._keep("fullest", None if due else line)
+            if busier:
+                self._buffered[moment] = buffered
+                self._keep(moment, None if due else line)
             if due:
                 self._write(line)
                 self._write_now()
         self.spent += time.thread_time() - start
 
     def end_step(self) -> None:
-        """Keep the moment at which the step was fullest."""
+        """Write the moments that were kept, such as the fullest: each once, with the time it had."""
         if self._engine.budget.limit is None:
             self._engine.budget.read()
         self._peak_before = self._engine.budget.peak
-        if self._schedule.keeps_memory() and self._fullest is not None:
-            self._write(self._fullest)
+        if self._schedule.keeps_memory():
+            once = {id(line): line for line in self._kept.values()}
+            for line in sorted(once.values(), key=lambda kept: kept.t):
+                self._write(line)
+        self._kept = {}
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the step, as it counts against the budget."""
+        return max(self._engine.budget.peak, self._most_sampled)
+
+    def _keep(self, why: str, line: MemoryLine | None) -> None:
+        """Write ``line`` when the step is over, instead of what was kept for the same reason; None: it is written already."""
+        self._kept.pop(why, None)
+        if line is not None:
+            self._kept[why] = line
 
     def _may_spend(self) -> bool:
         return self.spent < _ALLOWANCE + _SHARE * self._writer.seconds
@@ -103,6 +130,7 @@ class MemoryWatch:
         holds = holdings(self._engine, mapped=figures.memory.shared, buffers=self._buffer_bytes)
         t = round(self._writer.seconds, 4)
         self._last_memory = memory_line(self._engine, holds, figures, t=t, step=step, moment=moment)
+        self._most_sampled = max(self._most_sampled, counted_bytes(self._last_memory))
         return self._last_memory
 
     def _write(self, line: MemoryLine) -> None:
@@ -130,11 +158,16 @@ class MemoryWatch:
             self._scenes.clear()
             self._mark("replan", why)
 
+    @property
+    def _counts_always(self) -> bool:
+        """Whether autograd's saved tensors pass through us in every step."""
+        return self._engine.config.stage.parameters or self._engine.activations.handled
+
     def _count_activations(self) -> None:
         """Where autograd's saved tensors pass through us anyway, count them always; elsewhere in steps recorded in detail."""
         engine = self._engine
         saved = engine.activations.saved
-        if engine.config.stage.parameters or engine.activations.handled:
+        if self._counts_always:
             saved.kept = saved.kept or KeptBytes()
         elif self._schedule.in_detail():
             stays = [*engine.model.parameters(), *engine.model.buffers()]
@@ -144,7 +177,9 @@ class MemoryWatch:
 
     def _look_for_leaks(self, step: int, line: MemoryLine) -> None:
         memory, ours = line.process, line.process.total - line.not_ours
-        series: dict[str, float] = {f"host {kind}": n for kind, n in line.host.items() if kind != "activations"}
+        series: dict[str, float] = {f"host {kind}": n for kind, n in line.host.items()}
+        if not self._counts_always:  # a number in some steps only is no series; there they belong to what is not ours
+            ours -= int(series.pop(_ACTIVATIONS, 0))
         series |= {f"device {kind}": n for kind, n in line.device.items()}
         series[NOT_OURS] = memory.anonymous + memory.shared - ours  # pages of files come and go as the kernel likes
         series[SPOOL] = line.spool_bytes
@@ -153,9 +188,9 @@ class MemoryWatch:
         for leak in self._leaks.observe(step, series, memory.total):
             where = ""
             if (before := self._scenes.pop(leak.series, None)) is not None:
-                where = Scene(leak.series, self._engine.store).what_is_new(before)
+                where = Scene(leak.series, self._engine).what_is_new(before)
             text = f"leak of {leak.series}: {leak.text}" + (f" ({where})" if where else "")
             self._mark("leak", text)
             _log.warning("%s", text, extra={"marked": True})
         for name in self._leaks.suspects - self._scenes.keys():
-            self._scenes[name] = Scene(name, self._engine.store)
+            self._scenes[name] = Scene(name, self._engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lowtide.runtime.engine import Engine
 def clip_norm(engine: Engine, max_norm: float, order: float, *, error_if_nonfinite: bool) -> Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before. Every rank must call it."""
     how = {"max_norm": float(max_norm), "order": order, "error_if_nonfinite": error_if_nonfinite}
-    with engine.announcer.doing(Verb.CLIP, _digest(how), norm=how):
+    with _recorded(engine), engine.announcer.doing(Verb.CLIP, _digest(how), norm=how):
         total = norm_of(engine.grad_facts.norms(order), order)
         scale(engine.unit_of, total, max_norm, error_if_nonfinite=error_if_nonfinite)
     return total
@@ -29,7 +30,7 @@ def clip_norm(engine: Engine, max_norm: float, order: float, *, error_if_nonfini
 def clip_value(engine: Engine, limit: float) -> None:
     """Clamp every element of every gradient to [-limit, limit]."""
     how = {"limit": float(limit)}
-    with engine.announcer.doing(Verb.CLIP, _digest(how), value=how):
+    with _recorded(engine), engine.announcer.doing(Verb.CLIP, _digest(how), value=how):
         clamp(engine.unit_of, limit)
 
 
@@ -53,6 +54,12 @@ def clamp(params: Iterable[nn.Parameter], limit: float) -> None:
         for param in params:
             if param.grad is not None:
                 param.grad.clamp_(min=-limit, max=limit)
+
+
+def _recorded(engine: Engine) -> AbstractContextManager[None]:
+    """Gradients on disk are read for a norm, which may take as long as the update: a timeline must not lose it."""
+    spans = engine.placer.clock.spans
+    return nullcontext() if spans is None else spans.during("update", "clip")
 
 
 def _digest(how: dict[str, Any]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from lowtide.runtime.exchange import Exchange
 from lowtide.runtime.grad_store import Change, all_finite
 from lowtide.runtime.grads import GradRecord, Grads
 from lowtide.runtime.sharded_grad import ShardedGrad
+from lowtide.runtime.trace import Spans
 from lowtide.runtime.unit import Unit
 from lowtide.stages import Stage
 
@@ -29,20 +31,27 @@ class GradFacts:
         """Called before a gradient on a shelf changes: an update that was put off still needs the old one."""
         self.before_operation: Callable[[str, Any, Any], None] = lambda *_: None
         """Called before anything is done with a sharded gradient, with the name of the operation and its arguments."""
+        self.spans: Spans | None = None
+        """Where norms that torch's own clipping asks for are noted; None: nowhere."""
+        self.listener: Callable[[str], None] | None = None
+        """Hears, while norms are computed, of every gradient that has come to memory for it (``clip``)."""
 
     # -- norms --------------------------------------------------------------------------------------------------------
 
     def norms(self, order: float) -> dict[int, float]:
         """The norm of every gradient by key, over all ranks."""
-        pieces = (
-            norm.GradPiece(record.key, lo, record.unit.layout.params[record.index].numel, values)
-            for record, lo, values in self.grads.pieces()
-        )
-        return norm.norms(pieces, order, self._exchange.vectors)
+        return norm.norms(self._pieces(), order, self._exchange.vectors)
+
+    def _pieces(self) -> Iterator[norm.GradPiece]:
+        for record, lo, values in self.grads.pieces():
+            if self.listener is not None:
+                self.listener("clip")
+            yield norm.GradPiece(record.key, lo, record.unit.layout.params[record.index].numel, values)
 
     def norm_of(self, grad: ShardedGrad, order: float) -> float:
         if order not in self._norm_cache:  # torch asks for one norm at a time; one exchange answers for all
-            self._norm_cache[order] = self.norms(order)
+            with nullcontext() if self.spans is None else self.spans.during("update", "clip"):
+                self._norm_cache[order] = self.norms(order)
         return self._norm_cache[order].get(grad.key, 0.0)
 
     def grads_changed(self) -> None:

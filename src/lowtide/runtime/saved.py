@@ -66,16 +66,18 @@ class KeptBytes:
         self._stays = stays
         self._holders: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
+        self._owners: dict[int, Unit | None] = {}
         self._gone: deque[int] = deque()
         self._total = 0
 
-    def add(self, tensor: Tensor, address: int) -> bool:
-        """A tensor is saved; whether it counts. If so, ``let_go`` of its address must follow."""
+    def add(self, tensor: Tensor, address: int, unit: Unit | None = None) -> bool:
+        """A tensor is saved, while ``unit`` computes; whether it counts. If so, ``let_go`` of its address must follow."""
         if address in self._stays:
             return False
         self._sweep()  # or memory that is used again would count as what it was before
         if address not in self._holders:
             self._sizes[address] = tensor.untyped_storage().nbytes()
+            self._owners[address] = unit
             self._total += self._sizes[address]
         self._holders[address] = self._holders.get(address, 0) + 1
         return True
@@ -89,12 +91,20 @@ class KeptBytes:
         self._sweep()
         return self._total
 
+    def by_unit(self) -> dict[Unit | None, int]:
+        """The same, by the unit that computed when it was first saved."""
+        self._sweep()
+        found: defaultdict[Unit | None, int] = defaultdict(int)
+        for address, unit in self._owners.items():
+            found[unit] += self._sizes[address]
+        return dict(found)
+
     def _sweep(self) -> None:
         while self._gone:
             address = self._gone.popleft()
             self._holders[address] -= 1
             if not self._holders[address]:
-                del self._holders[address]
+                del self._holders[address], self._owners[address]
                 self._total -= self._sizes.pop(address)
 
 
@@ -106,12 +116,12 @@ class _Kept:
 
     __slots__ = ("_address", "_counted", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, counted: KeptBytes | None = None, address: int = 0) -> None:
+    def __init__(self, tensor: Tensor, counted: KeptBytes | None = None, address: int = 0, unit: Unit | None = None) -> None:
         self._counted: KeptBytes | None = None
         self.tensor = tensor.detach()
         self.version = tensor._version  # pyright: ignore[reportPrivateUsage]
         self._address = address
-        self._counted = counted if counted is not None and address and counted.add(tensor, address) else None
+        self._counted = counted if counted is not None and address and counted.add(tensor, address, unit) else None
 
     def __del__(self) -> None:
         if self._counted is not None:
@@ -257,7 +267,7 @@ class SavedViews:
             if address not in seen:
                 seen.add(address)
                 self._count(tensor.untyped_storage().nbytes())
-            return _Kept(tensor, self.kept, address)
+            return _Kept(tensor, self.kept, address, self._computing[-1] if self._computing else None)
         return _Kept(tensor)
 
     def _count(self, nbytes: int) -> None:

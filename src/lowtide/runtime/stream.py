@@ -8,7 +8,7 @@ their room is taken before training begins.
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -88,6 +88,8 @@ class UnitStream:
         self._large: dict[int, tuple[LargeState, ...]] = {}  # by index of the parameter
         self.spans: Spans | None = None
         """Where the update of every chunk is noted; None: nowhere."""
+        self.listener: Callable[[str], None] | None = None
+        """Hears of every chunk that was updated, while its buffers are still there (``update``)."""
         if any(d.master is not d.param for d in unit.dtypes):
             self._add_kind(MASTERS, [d.master for d in unit.dtypes])
 
@@ -189,6 +191,8 @@ class UnitStream:
         if self.spans is not None and changed:
             chunk = self.unit.chunks[opened.number]
             self.spans.add("update", "update", self.unit.name, begin, time.perf_counter(), chunk.hi - chunk.lo)
+        if self.listener is not None:
+            self.listener("update")
         return changed
 
     def _update(self, opened: OpenChunk, step: ChunkedStep, grads: Sequence[Tensor | None]) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -65,6 +66,15 @@ class Spans:
         rows = self._rows  # one append, which the interpreter does as one; another thread may take the list meanwhile
         if len(rows) < self._most:
             rows.append(SpanRow(begin, end, lane, verb, unit, nbytes, threading.get_ident()))
+
+    @contextmanager
+    def during(self, lane: str, verb: str, unit: str = "") -> Generator[None]:
+        """Note what is done inside, also if it raises."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(lane, verb, unit, begin, time.perf_counter())
 
     def take(self) -> list[SpanRow]:
         """Everything so far; begins anew."""

@@ -114,19 +114,33 @@
   }
 
   function drawSpans(pen, row) {
-    for (const span of row.spans) {
-      const begin = toX(span[0]), size = span[1] / (to - from) * plotWidth();
-      if (begin > canvas.clientWidth || begin + size < labels()) continue;
-      pen.fillStyle = row.lane.colour;
+    const shown = row.spans
+      .map((span) => ({ span, begin: toX(span[0]), end: toX(span[0] + span[1]) }))
+      .filter(({ begin, end }) => begin <= canvas.clientWidth && end >= labels());
+    pen.fillStyle = row.lane.colour;
+    for (const { begin, end } of shown) {
+      const size = end - begin;
       pen.fillRect(begin, row.y + 2, Math.max(size - (size > 3 ? 0.6 : 0), 0.6), row.height - 4);
-      const seen = Math.max(begin, labels());
-      const room = Math.floor((Math.min(begin + size, labels() + plotWidth()) - seen - 8) / 6.2);  // letters
-      if (room > 5) {
-        const name = (step.verbs[span[3]] + " " + (row.rank.names[span[4]] || "")).trim();
-        pen.fillStyle = "#ffffff";
-        pen.fillText(name.length > room ? name.slice(0, room - 1) + "…" : name, seen + 4, row.y + row.height / 2 + 0.5);
-      }
     }
+    pen.fillStyle = "#ffffff";
+    shown.forEach((one, number) => {
+      const [left, right] = freePart(one, shown, number);
+      const room = Math.floor((right - left - 8) / 6.6);  // letters
+      if (room <= 5) return;
+      const name = (step.verbs[one.span[3]] + " " + (row.rank.names[one.span[4]] || "")).trim();
+      pen.fillText(name.length > room ? name.slice(0, room - 1) + "…" : name, left + 4, row.y + row.height / 2 + 0.5);
+    });
+  }
+
+  function freePart(one, shown, number) {
+    // the longest part of a span that no later one lies on: an update has chunks inside, a backward pass a second forward
+    const last = Math.min(one.end, labels() + plotWidth());
+    let from = Math.max(one.begin, labels()), best = [from, from];
+    for (let next = number + 1; next < shown.length && shown[next].begin < last; next++) {
+      if (shown[next].begin - from > best[1] - best[0]) best = [from, shown[next].begin];
+      from = Math.max(from, shown[next].end);
+    }
+    return last - from > best[1] - best[0] ? [from, last] : best;
   }
 
   function ticksBelow(pen, colour, y) {

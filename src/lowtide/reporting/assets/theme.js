@@ -29,9 +29,10 @@ window.lowtideReport = (function () {
   const data = JSON.parse(document.getElementById("lowtide-data").textContent);
 
   function bytes(value) {
-    const units = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
-    for (const [unit, size] of units) {
-      if (Math.abs(value) >= size) return (value / size).toFixed(value >= 100 * size ? 0 : value >= 10 * size ? 1 : 2) + " " + unit;
+    // as size_text of planning/text.py says it: one number has one name on a page
+    const units = [["PiB", 2 ** 50, 1, 2], ["TiB", 2 ** 40, 1, 2], ["GiB", 2 ** 30, 0.0995, 2], ["MiB", 2 ** 20, 1, 1], ["KiB", 2 ** 10, 1, 1]];
+    for (const [unit, size, least, digits] of units) {
+      if (Math.abs(value) >= least * size) return (value / size).toFixed(digits) + " " + unit;
     }
     return value.toFixed(0) + " B";
   }
@@ -45,6 +46,7 @@ window.lowtideReport = (function () {
 
   function words(value, unit) {
     if (unit === "bytes") return bytes(value);
+    if (unit === "percent") return value.toFixed(0) + " %";
     return unit === "seconds" ? seconds(value) : Number(value.toPrecision(5)).toString();
   }
 

@@ -24,44 +24,34 @@ def ways_out_of(found: Findings) -> list[str]:
     sharing = found.run.first.last.run.local_ranks if end == post.budget_bytes else 1
     try:
         return _plan_again(found.extras.config, memory=max(2**20, (end - max(beyond, post.short_bytes)) * sharing))
-    except (Error, TypeError, ValueError):  # a folder of another version, a model that cannot be imported here
+    except (Error, ImportError, OSError, TypeError, ValueError):  # a folder of another version, a model that is not here
         return []
 
 
 def _plan_again(config: dict[str, Any], *, memory: int) -> list[str]:
-    from lowtide.cli.plan_question import Place, Subject, ask
+    import torch
+
+    from lowtide.job.models import build_model
     from lowtide.job.options import Options
-    from lowtide.job.presets import PRESETS
+    from lowtide.job.planned import spec_of
     from lowtide.planning.planner import make_plan
+    from lowtide.planning.question import find_machine, make_request
     from lowtide.planning.request import Request
     from lowtide.planning.ways_out import ways_out
 
     known = {field.name for field in dataclasses.fields(Options)} - {"data", "resume", "run", "save_every", "restarts"}
     given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in config.items() if name in known}
     options = Options(**given)
-    subject = Subject(
-        preset=None if options.model else options.preset or next(iter(PRESETS)),
-        model=options.model,
-        arch=None,
-        params=None,
-        batch=str(options.batch_size),
-        sequence=None,
-    )
-    place = Place(
-        hardware=None,
-        world_size=options.ranks,
-        cluster=None,
-        memory=str(memory),
-        device_memory=None,
-        disk=next(iter(options.disk_folders), None),
-    )
-    request = Request(stage=options.stage, activations=options.activations, update=options.update_when)
-    question = ask(subject, place, request)
-    model = question.model_for(options.batch_size)
+    with torch.device("meta"):
+        built = build_model(options)
+    model = spec_of(built, options.model_name, options.batch_size)
+    machine = find_machine("this", next(iter(options.disk_folders), None))
+    asked = Request(stage=options.stage, update=options.update_when, world_size=options.ranks, memory_bytes=memory)
+    request = make_request(machine, asked, options.activations)
     try:
-        make_plan(model, question.hardware, question.request)
+        make_plan(model, machine.hardware, request)
     except DoesNotFit:
-        ways = ways_out(model, question.hardware, question.request)
+        ways = ways_out(model, machine.hardware, request)
         # how much memory would be enough is better known from the run than from a plan that was wrong about it
         other = [way for way in ways if not way.change.startswith("memory=")]
         return [f"{way.change} (planned peak {size_text(way.plan.predicted_peak_bytes)})" for way in other]
