@@ -7,7 +7,7 @@ the process needs beside the bytes that can be placed, and the programme (``plan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowtide.errors import DoesNotFit
 from lowtide.planning.options import Kind, Option, Rates, Tier, UnitNeeds, Way
@@ -131,7 +131,7 @@ def arenas(needs: Needs, base: int) -> tuple[int | None, int | None]:
 
 def after_measuring(needs: Needs, peak: int, now: Placement, policies: Sequence[str]) -> tuple[Placement, Forecast]:
     """After a step whose peak was ``peak`` with the placement ``now``: the best for the budget. Where nothing fits, as little
-    as possible stays in memory."""
+    as possible stays in memory; without a disk only activations can make room, and no more of them go than are too many."""
     placed = _placed(needs, now)
     beside = max(0, peak - placed.peaks[Tier.HOST])
     room = needs.budget - needs.slack - beside
@@ -139,7 +139,8 @@ def after_measuring(needs: Needs, peak: int, now: Placement, policies: Sequence[
     try:
         solution = solve(_problem(needs, room, [every if p == "auto" else (p,) for p in policies]))
     except Infeasible:
-        solution = _least_in_memory(needs, policies)
+        over = peak - (needs.budget - needs.slack)
+        solution = _least_in_memory(needs, policies) if needs.has_disk else _fewer_activations(needs, now, policies, over)
     units = tuple(_unit_placement(row, p) for row, p in zip(solution.chosen, now.units, strict=True))
     forecast = Forecast(seconds=solution.seconds, peak_bytes=beside + solution.peaks[Tier.HOST])
     return Placement(units, now.slot_bytes, now.buffer_bytes), forecast
@@ -178,6 +179,20 @@ def _least_in_memory(needs: Needs, policies: Sequence[str]) -> Solution:
     problem = _problem(needs, 0, allowed)
     rows = tuple(tuple(options[-1] for options in kinds if options) for kinds in options_for(problem))
     return evaluate(problem, rows)
+
+
+def _fewer_activations(needs: Needs, now: Placement, policies: Sequence[str], over: int) -> Solution:
+    """``now`` with ``over`` bytes of activations less, those first that are computed again in the least time."""
+    kept = [i for i, p in enumerate(policies) if p == "auto" and now.units[i].activations == "keep"]
+    frees = {i: needs.units[i].activations - needs.units[i].inputs for i in kept}
+    chosen = [p.activations for p in now.units]
+    for i in sorted((i for i in kept if frees[i] > 0), key=lambda i: needs.units[i].forward_seconds / frees[i]):
+        if over <= 0:
+            break
+        chosen[i] = "recompute"
+        over -= frees[i]
+    fewer = replace(now, units=tuple(replace(p, activations=policy) for p, policy in zip(now.units, chosen, strict=True)))
+    return _placed(needs, fewer)
 
 
 def _unit_placement(row: tuple[Option, ...], now: UnitPlacement) -> UnitPlacement:
