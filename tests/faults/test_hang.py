@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
+from lowtide.api import engine_of
 from lowtide.comm import Group, Label, Wire
 from lowtide.comm import watch as watch_module
 from lowtide.errors import DeadlineExceeded, PeerFailed
@@ -127,6 +128,7 @@ def check_report(ended: Ended, names: str) -> None:
     assert " of 'blocks." in report
     assert "loss = model(" in report or "loss.backward()" in report, "the stack of the program"
     assert "lowtide-watch-" in report
+    assert ", in forward" in report or ", in backward" in report, "the phase of a rank that answered"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,20 @@ def test_a_rank_that_is_elsewhere_is_shown_there_and_ended(tmp_path: Path) -> No
     assert sleeping.noted == {}
     assert sleeping.err.count(HEADING) == 1
     assert "does not end by itself" in sleeping.err
+
+
+def only_looks(rank: int, world_size: int) -> tuple[float, float]:
+    model = Stack(blocks(2))
+    lowtide.shard(model, None, stage=3, comm=lowtide.Comm(deadline=7.0, first_deadline=70.0))
+    deadlines = engine_of(model).group.deadlines
+    first = deadlines.seconds
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    return first, deadlines.seconds
+
+
+def test_a_model_that_is_only_run_has_the_short_deadline_after_its_first_pass() -> None:
+    assert run_ranks(2, only_looks) == [(70.0, 7.0)] * 2
 
 
 # -- channels ---------------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ class Engine(Assembly):
         """The model's forward begins."""
         self.check()
         if backward_under_way() is None and self._depth == 0:
+            self.group.watch.phase = "in forward"
             self._reset_after_failure()
             self._forward_order.restart()
             if self.buffers.will_send or self.residency.gathers:
@@ -96,6 +97,9 @@ class Engine(Assembly):
         if self._depth == 0 and backward_under_way() is None:
             self.buffers.after_forward(sync=self.grads.sync)
             self._release_demanded()
+            self.group.watch.phase = "after forward"
+            if not self.optimizers:  # there will be no step after which ranks are known to be in good order
+                self.group.deadlines.settled()
             self.budget.look("end of forward" if torch.is_grad_enabled() else None)
         if not torch.is_grad_enabled():
             return output
@@ -172,6 +176,7 @@ class Engine(Assembly):
             if self.backward_update is not None:
                 self.backward_update.refuse_second_pass()
             self.announcer.say(Verb.BACKWARD)
+            self.group.watch.phase = "in backward"
             this = _Pass()
             self._backward = weakref.ref(this)
             self._backward_order.restart()
@@ -269,6 +274,7 @@ class Engine(Assembly):
     def step(self, optimizer: Optimizer) -> bool:
         """Update all parameters, or, if a gradient is not finite, none. Returns whether the step was taken."""
         self.trace("step", "")
+        self.group.watch.phase = "in the update"
         self.settle()
         self._reset_after_failure()
         refuse_unreduced(self.grads.by_param.values())
@@ -397,6 +403,7 @@ def _publish(engine: Engine) -> None:
 def _after_step(engine: Engine) -> None:
     """All ranks have updated: learn from the step, and change what should be otherwise in the next."""
     engine.steps_taken += 1
+    engine.group.watch.phase = "between steps"
     engine.group.deadlines.settled()
     engine.trace("update", "")
     stood_still = engine.placer.clock.stood_still
