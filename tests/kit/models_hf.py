@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -99,4 +100,6 @@ def peft_lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=3, lora_alpha=6, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-    return get_peft_model(_gpt2(), config)
+    with warnings.catch_warnings():  # peft asks for an attribute that transformers has renamed
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        return get_peft_model(_gpt2(), config)

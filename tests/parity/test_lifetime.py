@@ -51,8 +51,9 @@ def _left_behind(rank: int, world: int, stage: int) -> tuple[bool, int, int]:
 def test_a_dropped_model_leaves_nothing_behind(stage: int, ranks: int) -> None:
     for alive, threads, files in run_ranks(ranks, _left_behind, stage):
         assert not alive, "the model is still referenced"
-        assert threads == 0, f"{threads} threads more after 4 models"
-        assert files == 0, f"{files} open files more after 4 models"
+        # Fewer may be there than before: what other tests left in this process ends when it likes.
+        assert threads <= 0, f"{threads} threads more after 4 models"
+        assert files <= 0, f"{files} open files more after 4 models"
 
 
 def _many_alive(rank: int, world: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowtide.spec.hardware import Collective
-from lowtide.spec.probe_ranks import RANKS, answer, ask_two_ranks, gloo_of_two, wrong_answer
+from lowtide.spec.probe_ranks import RANKS, answer, ask_two_ranks, be_one_of_two, gloo_of_two, wrong_answer
 
 if TYPE_CHECKING:
     from lowtide.comm.transport import Transport
@@ -139,4 +139,4 @@ def _seconds(over: Transport, action: Callable[[], None], repeats: int) -> float
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    be_one_of_two(main)

@@ -97,10 +97,7 @@ class Engine(Assembly):
         if self._depth == 0 and backward_under_way() is None:
             self.buffers.after_forward(sync=self.grads.sync)
             self._release_demanded()
-            self.group.watch.phase = "after forward"
-            if not self.optimizers:  # there will be no step after which ranks are known to be in good order
-                self.group.deadlines.settled()
-            self.budget.look("end of forward" if torch.is_grad_enabled() else None)
+            _after_forward(self)
         if not torch.is_grad_enabled():
             return output
         if self._depth == 0:
@@ -398,6 +395,13 @@ def _publish(engine: Engine) -> None:
     for ticket in [engine.residency.publish(u) for u in engine.units]:
         if ticket is not None:
             ticket.wait()
+
+
+def _after_forward(engine: Engine) -> None:
+    engine.group.watch.phase = "after forward"
+    if not engine.optimizers:  # there will be no step after which ranks are known to be in good order
+        engine.group.deadlines.settled()
+    engine.budget.look("end of forward" if torch.is_grad_enabled() else None)
 
 
 def _after_step(engine: Engine) -> None:

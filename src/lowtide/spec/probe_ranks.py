@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lowtide.errors import DeadlineExceeded, PeerFailed
 
@@ -70,6 +73,20 @@ def gloo_of_two(rank: int, folder: str) -> Any:
 def answer(value: object) -> None:
     """In rank 0: what ``ask_two_ranks`` returns."""
     sys.stdout.write(json.dumps(value) + "\n")
+
+
+def be_one_of_two(main: Callable[[list[str]], None]) -> NoReturn:
+    """The whole of such a process. It ends at once: when a process with gloo in it is taken down in the usual way, threads that
+    still run may end it with another word (``terminate called``) and another code."""
+    code = 0
+    try:
+        main(sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _wait(ranks: list[subprocess.Popen[str]], what: str, deadline: float) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from lowtide.errors import InternalError
 from lowtide.spec.hardware import Wire
-from lowtide.spec.probe_ranks import RANKS, answer, ask_two_ranks, gloo_of_two, wrong_answer
+from lowtide.spec.probe_ranks import RANKS, answer, ask_two_ranks, be_one_of_two, gloo_of_two, wrong_answer
 
 _REPEATS: dict[int, int] = {4 << 10: 100, 256 << 10: 40, 4 << 20: 10, 32 << 20: 5}
 """How often each number of bytes is sent, each way. Both ranks must agree on it."""
@@ -94,4 +93,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    be_one_of_two(main)
