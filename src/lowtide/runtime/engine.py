@@ -20,6 +20,7 @@ from lowtide.config import Config
 from lowtide.runtime.announcer import Announcer, Verb
 from lowtide.runtime.assembly import Assembly
 from lowtide.runtime.backward_update import BackwardUpdate
+from lowtide.runtime.boundaries import after_forward, after_step
 from lowtide.runtime.crossing import Crossing
 from lowtide.runtime.grads import refuse_unreduced
 from lowtide.runtime.inputs import prepare_inputs
@@ -97,7 +98,7 @@ class Engine(Assembly):
         if self._depth == 0 and backward_under_way() is None:
             self.buffers.after_forward(sync=self.grads.sync)
             self._release_demanded()
-            _after_forward(self)
+            after_forward(self)
         if not torch.is_grad_enabled():
             return output
         if self._depth == 0:
@@ -286,7 +287,7 @@ class Engine(Assembly):
             return False
         self.residency.forget()
         self._or_poison(lambda: self._update(optimizer))
-        _after_step(self)
+        after_step(self)
         return True
 
     def _update(self, optimizer: Optimizer) -> None:
@@ -397,26 +398,6 @@ def _publish(engine: Engine) -> None:
             ticket.wait()
 
 
-def _after_forward(engine: Engine) -> None:
-    engine.group.watch.phase = "after forward"
-    if not engine.optimizers:  # there will be no step after which ranks are known to be in good order
-        engine.group.deadlines.settled()
-    engine.budget.look("end of forward" if torch.is_grad_enabled() else None)
-
-
-def _after_step(engine: Engine) -> None:
-    """All ranks have updated: learn from the step, and change what should be otherwise in the next."""
-    engine.steps_taken += 1
-    engine.group.watch.phase = "between steps"
-    engine.group.deadlines.settled()
-    engine.trace("update", "")
-    stood_still = engine.placer.clock.stood_still
-    engine.placer.after_step(engine.activations.saved, engine.shelves, put_off=engine.due.under_way)
-    changed = engine.crossing.after_step(engine.placer.step_seconds, stood_still)
-    if changed is not None and engine.recorder is not None:
-        engine.recorder.mark("replan", changed)
-
-
 def _end_step_in_backward(engine: Engine, backward_update: BackwardUpdate) -> bool:
     taken, bad_unit = backward_update.end_step()
     engine.scale.after_step(skipped=not taken)
@@ -424,7 +405,7 @@ def _end_step_in_backward(engine: Engine, backward_update: BackwardUpdate) -> bo
         _skip(engine, bad_unit.name)
     elif engine.config.stage.optimizer:
         _publish(engine)
-    _after_step(engine)
+    after_step(engine)
     return taken
 
 
