@@ -113,3 +113,32 @@ def test_patience_has_an_end_where_ranks_need_each_other() -> None:
     (losses, gave_up), (_, _) = run_ranks(2, differs)
     assert gave_up, "rank 0 never waited in vain: this test shows nothing"
     assert losses[2] < losses[0]
+
+
+class Late:
+    """Work that is never done, and how often it was waited for."""
+
+    label = "reduce of a unit"
+    done = False
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def done_within(self, seconds: float) -> bool:
+        self.waits += 1
+        return False
+
+
+def test_one_bad_backward_is_forgiven_and_three_are_not() -> None:
+    held = Pace()
+
+    def waits_in_a_backward() -> int:
+        late = Late()
+        for _ in range(3):
+            held.hold([late] * (UNDER_WAY + 1))  # type: ignore[list-item]
+        held.end_pass()
+        return late.waits
+
+    assert waits_in_a_backward() == 1, "once in vain is enough for one backward"
+    held.end_pass()  # one that had nothing to wait for
+    assert [waits_in_a_backward() for _ in range(5)] == [1, 1, 1, 0, 0]

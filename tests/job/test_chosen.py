@@ -21,6 +21,11 @@ from lowtide.job.progress import Silent
 from lowtide.job.ranks import Member
 from lowtide.job.show import outlook
 from lowtide.job.train import train
+from lowtide.planning.plan import Plan
+from lowtide.planning.planner import make_plan
+from lowtide.planning.request import Request
+from lowtide.spec.hardware import Hardware
+from lowtide.spec.model import ModelSpec
 from tests.kit.dist import run_ranks
 
 TINY = "tests.job.specimens:tiny_gpt"
@@ -129,3 +134,21 @@ def test_one_rank_has_no_stage_to_tell() -> None:
     plan = plan_job(options, build_model(options), Member(0, 1, 0, 1)).plan
     assert plan is not None
     assert "stage" not in outlook(plan, asked_stage="auto")
+
+
+def test_where_it_is_tight_the_stage_that_needs_least_is_taken() -> None:
+    """A plan may be a little wrong, and a stage cannot be changed afterwards."""
+    member = Member(rank=0, ranks=2, local_rank=0, local_ranks=2)
+    options = Options(preset="gpt-17m", synthetic=True, ranks=2, stage="auto", memory="64GiB")
+    built = build_model(options)
+    asked: list[int | str] = []
+
+    def planned_for(spec: ModelSpec, hardware: Hardware, request: Request) -> Plan:
+        asked.append(request.stage)
+        return replace(make_plan(spec, hardware, request), predicted_peak_bytes=peak)
+
+    with replaced(planned_module, "make_plan", planned_for):
+        for peak, wanted in ((16 << 30, ["auto"]), (30 << 30, ["auto", 3])):
+            asked.clear()
+            assert plan_job(options, built, member).plan is not None
+            assert asked == wanted, f"{peak} of {32 << 30} bytes that each rank may use"

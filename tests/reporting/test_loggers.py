@@ -50,6 +50,26 @@ def test_any_three_methods_are_a_logger(tmp_path: Path) -> None:
     assert notes.closed == 1
 
 
+class Raises(Notes):
+    def event(self, what: str, text: str) -> None:
+        raise ConnectionError("its server has gone")
+
+
+def test_a_logger_that_raises_is_dropped_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = recorded(tmp_path)
+    recorder, notes = recorder_of(model), Notes()
+    recorder.loggers += [Raises(), notes]
+    recorder.mark("replan", "one")
+    recorder.mark("replan", "two")
+    train(model, optimizer, 1)
+    assert [event for event in notes.events if event[0] == "replan"] == [("replan", "one"), ("replan", "two")]
+    assert recorder.loggers == [notes]
+    assert [r.getMessage() for r in caplog.records] == [
+        "Raises is told of nothing more: ConnectionError('its server has gone')"
+    ]
+    assert len(finished(model, tmp_path).last.steps) == 1
+
+
 def test_what_only_the_record_finds_reaches_what_log_names(tmp_path: Path) -> None:
     """Marks that the job itself knows of, such as checkpoints, would come twice."""
     model, _ = recorded(tmp_path / "run")

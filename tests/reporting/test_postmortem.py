@@ -171,6 +171,22 @@ def test_the_page_has_the_planner_s_ways_out(tmp_path: Path) -> None:
     assert "planned peak" in (tmp_path / POST_MORTEM).read_text()
 
 
+def test_a_model_that_cannot_be_built_again_does_not_stand_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's own code runs there, and may raise anything; a restart must not fail for it."""
+
+    def build(*_: object) -> None:
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr("lowtide.job.models.build_model", build)
+    text = "activations (unit 'blocks.3'): 1000.0 MiB needed, 900.0 MiB allowed."
+    job = Job(budget=900 * MIB, has_folder=False, end="error", end_text=text, detailed=())
+    write_run(tmp_path, job)
+    write_extras(tmp_path, job, memory="900MiB", preset="gpt-98m")
+    told = leave_post_mortem(tmp_path, ways=ways_out_of)
+    assert told is not None
+    assert (tmp_path / POST_MORTEM).exists()
+
+
 # -- exit codes and counters -------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 
@@ -75,10 +74,10 @@ def test_gpt_705m_is_planned_in_less_than_a_second() -> None:
     assert time.process_time() - before < GENEROUS * CPU_SECONDS
 
 
-def test_the_search_does_not_look_at_the_clock() -> None:
+def test_the_search_looks_at_the_clock_only_as_a_last_resort() -> None:
     problem = different_units(10, part=0.3)
     model = programme._Model(problem, list(programme._runs(problem)))
-    assert model._highs.getOptionValue("time_limit")[1] == math.inf
+    assert model._highs.getOptionValue("time_limit")[1] >= 30
     assert model._highs.getOptionValue("threads")[1] == 1
     model.solve()
     assert model._highs.getOptionValue("mip_max_nodes")[1] == programme._NODES[0]

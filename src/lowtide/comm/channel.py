@@ -98,7 +98,12 @@ class Ticket(Generic[T]):
 
     def done_within(self, seconds: float) -> bool:
         """Whether the work is done, or becomes so in time; whatever came of it is for ``wait``."""
-        return self._finished.wait(seconds)
+        if self._finished.is_set():
+            return True
+        since = time.monotonic()
+        done = self._finished.wait(seconds)
+        self._channel.note_wait(self.label, since)
+        return done
 
     def wait(self) -> T:
         """Block until the work is done on this rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from lowtide.planning.planner import make_plan
 from lowtide.planning.question import Machine, find_machine
 from lowtide.planning.request import Request
 from lowtide.spec.model import ModelSpec
+
+_ROOMY = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +51,22 @@ class Choices:
 def plan_job(options: Options, built: Built, member: Member) -> Planned:
     """What the job will take, by what is known of this machine. A model that cannot be traced has no plan."""
     machine = find_machine("this", list(options.disk) or None)
+    request = _request(options, member, machine)
     try:
-        plan = make_plan(
-            spec_of(built, options.model_name, options.batch_size), machine.hardware, _request(options, member, machine)
-        )
+        spec = spec_of(built, options.model_name, options.batch_size)
+        plan = make_plan(spec, machine.hardware, request)
+        if options.stage == "auto" and member.ranks > 1 and not _is_roomy(plan, options.memory_bytes, member.local_ranks):
+            plan = make_plan(spec, machine.hardware, replace(request, stage=3))
     except (Refused, ArgumentError, DoesNotFit) as error:
         return Planned(plan=None, text=f"There is no plan for {options.model_name}: {error}\n")
     notes = "".join(f"{note}\n" for note in machine.notes)
     return Planned(plan=plan, text=f"{plan}\n{notes}")
+
+
+def _is_roomy(plan: Plan, memory_bytes: int | None, local_ranks: int) -> bool:
+    """Whether the plan would hold if it were a little wrong. A stage cannot be changed once a model is sharded, so where it is
+    tight the one that needs least is taken."""
+    return memory_bytes is None or plan.predicted_peak_bytes <= _ROOMY * memory_bytes / local_ranks
 
 
 def agree_choices(planned: Planned, options: Options, member: Member) -> Choices:

@@ -6,11 +6,14 @@ Only for runs of `lowtide train`, whose folder says what was asked for; of other
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
-from lowtide.errors import DoesNotFit, Error
+from lowtide.errors import DoesNotFit
 from lowtide.planning.text import size_text
 from lowtide.reporting.findings import Findings
+
+_log = logging.getLogger("lowtide")
 
 
 def ways_out_of(found: Findings) -> list[str]:
@@ -24,7 +27,8 @@ def ways_out_of(found: Findings) -> list[str]:
     sharing = found.run.first.last.run.local_ranks if end == post.budget_bytes else 1
     try:
         return _plan_again(found.extras.config, memory=max(2**20, (end - max(beyond, post.short_bytes)) * sharing))
-    except (Error, ImportError, OSError, TypeError, ValueError):  # a folder of another version, a model that is not here
+    except Exception as error:  # it builds the caller's model, and may meet the folder of another version
+        _log.debug("the job cannot be planned again: %r", error)
         return []
 
 

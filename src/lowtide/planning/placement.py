@@ -182,10 +182,12 @@ def _least_in_memory(needs: Needs, policies: Sequence[str]) -> Solution:
 
 
 def _fewer_activations(needs: Needs, now: Placement, policies: Sequence[str], over: int) -> Solution:
-    """``now`` with ``over`` bytes of activations less, those first that are computed again in the least time."""
+    """``now`` with ``over`` bytes of activations less, those first that are computed again in the least time; and one unit
+    more, because one at a time is back in memory while it is computed again."""
     kept = [i for i, p in enumerate(policies) if p == "auto" and now.units[i].activations == "keep"]
     frees = {i: needs.units[i].activations - needs.units[i].inputs for i in kept}
     chosen = [p.activations for p in now.units]
+    over += max(frees.values(), default=0)
     for i in sorted((i for i in kept if frees[i] > 0), key=lambda i: needs.units[i].forward_seconds / frees[i]):
         if over <= 0:
             break

@@ -40,7 +40,9 @@ _SCALE = 2.0**-20  # numbers around one are solved best
 _NO_END = 1 << 56
 _NODES = (200, 20_000)
 """The search is stopped after so many nodes, and what it has found by then is used; if that is nothing, it may look at more.
-Never by the clock: on a busy machine the same question would have another answer. Nearly all programmes need one node."""
+Not by the clock: on a busy machine the same question would have another answer. Nearly all programmes need one node."""
+_LAST_RESORT_SECONDS = 45.0
+"""But for this: while training, other ranks wait for the answer, and not for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +216,12 @@ class _Model:
         self._integer = highspy.HighsVarType.kInteger
         self._highs: Any = highspy.Highs()
         self._infeasible = highspy.HighsModelStatus.kInfeasible
-        for name, value in (("output_flag", False), ("mip_rel_gap", _MIP_GAP), ("threads", 1)):
+        for name, value in (
+            ("output_flag", False),
+            ("mip_rel_gap", _MIP_GAP),
+            ("threads", 1),
+            ("time_limit", _LAST_RESORT_SECONDS),
+        ):
             self._highs.setOptionValue(name, value)
         self._columns = 0
         self._numbers: list[list[list[int]]] = [

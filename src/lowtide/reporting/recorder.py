@@ -138,8 +138,12 @@ class Recorder:
         self._marks += 1
         if self._marks <= _MOST_MARKS:
             self._writer.write(MarkLine(t=self._t(), step=self._step, what=what, text=text))
-        for logger in self.loggers:
-            logger.event(what, text)
+        for logger in list(self.loggers):
+            try:
+                logger.event(what, text)
+            except Exception as error:  # somebody else's code, and no reason to end a training or its record
+                self.loggers.remove(logger)
+                _log.warning("%s is told of nothing more: %r", type(logger).__name__, error)
 
     # -- what the engine does -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from lowtide.reporting.page import refusal_page, report_page
 from lowtide.reporting.paper import paper_sheet, png
 from lowtide.reporting.perfetto import trace_events
 from lowtide.reporting.postmortem import examine_before, refused_before
+
+_log = logging.getLogger("lowtide")
 
 POST_MORTEM = "post-mortem.html"
 _KINDS = (".html", ".svg", ".png", ".json")
@@ -124,7 +127,8 @@ def leave_post_mortem(run: Path, *, goes_on: bool = False, ways: Callable[[Findi
         found = replace(found, post_mortem=post)
         found = found.with_ways_out(ways(found))
         page = write_file(run / POST_MORTEM, report_page(found).encode())
-    except (Error, OSError, ValueError, MemoryError):
+    except Exception as error:
+        _log.debug("no post-mortem of %s: %r", run, error)
         return None
     told = (found.post_mortem or post).text()
     return f"{told}\nThe page {page} has more."

@@ -169,6 +169,7 @@ class Grads:
             raise
         self._tickets = {}
         self._ready.clear()
+        self._pace.end_pass()
         self._restore()
         self._owner.grads_changed()
         # A gradient that came after its unit had been sent is a second contribution of the same backward: all ranks go again.
@@ -194,6 +195,7 @@ class Grads:
     def _drop_pass(self) -> None:
         self._tickets, self._unkept = {}, {}
         self._ready.clear()
+        self._pace.end_pass()
         self._seen = [] if self._seen is not None else None
         self.active = False
         for record in self.by_param.values():
