@@ -177,6 +177,7 @@ class Assembly:
             self.buffers.send()
         if self.activations.handled:
             self.activations.install(self.model, self.units, verbs)
+        self.memory.staging.trim()  # units passed through on their way home; where homes are common, none may come again
         self.budget.new_step(tidy=True)
 
     def _budget_of_this_rank(self) -> Budget:
