@@ -25,6 +25,7 @@ from lowtide.comm.codec import BF16, EXACT, Codec
 from lowtide.comm.local import LocalTransport
 from lowtide.comm.reduce import tree_sum
 from lowtide.comm.transport import LinkBroken
+from lowtide.comm.tuning import ALL_GATHER, BROADCASTS, EXCHANGE, HALVING, Choice, Tuning
 from lowtide.comm.two_level import TwoLevel
 from lowtide.errors import InternalError
 from tests.kit.dist import run_ranks
@@ -38,9 +39,17 @@ SHARED_WINDOW = 1 << 20  # bytes that shared memory begins with: reductions belo
 
 Hosts = tuple[tuple[int, ...], ...]
 TORCH, LOCAL = "torch", "local"
+BY_HALVING, BY_ALL_GATHER = "torch by halving", "torch by all-gather"
+TUNINGS = {
+    TORCH: Tuning(Choice.always(BROADCASTS), Choice.always(EXCHANGE)),
+    BY_HALVING: Tuning(Choice.always(BROADCASTS), Choice.always(HALVING)),
+    BY_ALL_GATHER: Tuning(Choice.always(ALL_GATHER), Choice.always(EXCHANGE)),
+}
 # Which ranks are on which host. Dealt in turns, no host has a whole pair of the tree; by threes, each has a pair and a single.
 KINDS: list[tuple[int, str | Hosts]] = [
     *((size, TORCH) for size in (1, 2, 3, 4)),
+    *((size, BY_HALVING) for size in (1, 2, 4)),
+    *((size, BY_ALL_GATHER) for size in (2, 3, 4)),
     *((size, LOCAL) for size in (1, 2, 3, 4)),
     (2, ((0,), (1,))),
     (4, ((0, 1), (2, 3))),
@@ -48,7 +57,13 @@ KINDS: list[tuple[int, str | Hosts]] = [
     (4, ((0, 2), (1, 3))),
     (6, ((0, 1, 2), (3, 4, 5))),
 ]
-SEVERAL: list[tuple[int, str | Hosts]] = [(2, TORCH), (3, LOCAL), (4, ((0, 1), (2, 3)))]
+SEVERAL: list[tuple[int, str | Hosts]] = [
+    (2, TORCH),
+    (2, BY_ALL_GATHER),
+    (4, BY_HALVING),
+    (3, LOCAL),
+    (4, ((0, 1), (2, 3))),
+]
 
 _names = itertools.count()  # all ranks make the same transports in the same order
 
@@ -73,8 +88,10 @@ def transport(kind: Any, *, timeout: float = 20, codec: Codec = EXACT) -> Iterat
 
         return share
 
-    if kind == TORCH:
-        made: Transport = TorchTransport(gloo(range(size), f"{name}/torch", timeout), codec=codec)
+    if kind in TUNINGS:
+        over = TorchTransport(gloo(range(size), f"{name}/torch", timeout), codec=codec)
+        over.tune(TUNINGS[kind])
+        made: Transport = over
     elif kind == LOCAL:
         made = LocalTransport(rank, size, share=share_in(world), timeout=timeout)
     else:
@@ -131,10 +148,26 @@ def reduce_pieces(over: Transport, counts: list[int], dtype: torch.dtype, seed: 
         assert got.dtype == dtype
         assert torch.equal(bits(got), bits(expected)), f"{counts} of {dtype}: another sum"
         got.mul_(2)  # a caller may: it is nobody else's
+    with over.reduced(counts, dtype, fill, whole=True) as got:
+        expected = tree_sum([numbers(rank, total, dtype, seed) for rank in range(over.size)])
+        assert torch.equal(bits(got), bits(expected)), f"{counts} of {dtype}: another sum of all pieces"
+
+
+def gather_exactly(over: Transport, counts: list[int], dtype: torch.dtype) -> None:
+    """Numbers that no codec is asked to change."""
+    expected = torch.cat([numbers(rank, count, dtype, 7) for rank, count in enumerate(counts)])
+    values = torch.zeros_like(expected)
+    values.split(counts)[over.rank].copy_(expected.split(counts)[over.rank])
+    over.gather_numbers(values, counts)
+    assert torch.equal(bits(values), bits(expected))
 
 
 def conform(over: Transport) -> None:
     size = over.size
+    assert over.bucket_bytes >= 1 << 20
+    for dtype in ADDED:
+        gather_exactly(over, [40] * size, dtype)
+        gather_exactly(over, [3 * r for r in range(size)], dtype)
     gather_parts(over, [0] * size)
     reduce_pieces(over, [0] * size, torch.float32)
     gather_parts(over, [64] * size)
@@ -191,6 +224,11 @@ def misuse_is_refused(over: Transport) -> None:
             pass
     with pytest.raises(InternalError):
         over.broadcast(torch.zeros(2), size)
+    for counts in ([3] * (size + 1), [7, *[0] * (size - 1)], [-1, *[9] * (size - 1)]):
+        with pytest.raises(InternalError):
+            over.gather_numbers(torch.zeros(8), counts)
+    with pytest.raises(InternalError):
+        over.gather_numbers(torch.zeros(16)[::2], [8, *[0] * (size - 1)])
     if not isinstance(over, Alone):  # which has nothing to send
         with pytest.raises(InternalError, match="contiguous"):
             over.broadcast(torch.zeros(4, 4).t())
@@ -220,6 +258,72 @@ def test_the_sums_tell_orders_apart() -> None:
         for rank in order[1:]:
             chain += given[rank]
         assert not torch.equal(chain, tree)
+
+
+# -- every algorithm adds along the same tree ----------------------------------------------------------------------------------
+
+STRANGE = torch.tensor(
+    [0x7FC00001, 0x7FC12345, -0x3FEDCC, 0x7F800000, -0x800000, 0, -0x80000000, 1, 0x3F800000], dtype=torch.int32
+)
+"""NaNs with payloads, infinities, zeros, the smallest number and one, as bits."""
+
+
+def strange_numbers(rank: int, count: int) -> torch.Tensor:
+    made = numbers(rank, count, torch.float32, 5)
+    every = STRANGE.view(torch.float32)
+    chosen = torch.randint(0, 3 * len(every), (count,), generator=torch.Generator().manual_seed(rank))
+    return torch.where(chosen < len(every), every[chosen % len(every)], made)
+
+
+def sums_by_every_algorithm(rank: int, size: int) -> dict[str, list[bytes]]:
+    found: dict[str, list[bytes]] = {}
+    for kind in TUNINGS:
+        if kind == BY_HALVING and size == 3:
+            with pytest.raises(InternalError, match="3 ranks cannot"), transport(kind):
+                pass
+            continue
+        with transport(kind) as over:
+            found[kind] = []
+            for counts in ([50] * size, [0, *[7] * (size - 1)], [11 * r + 1 for r in range(size)], [*[0] * (size - 1), 65]):
+                values = strange_numbers(rank, sum(counts))
+                with over.reduced(counts, torch.float32, lambda buffer, given=values: buffer.copy_(given)) as got:
+                    found[kind].append(bits(got).numpy().tobytes())
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_algorithms_give_the_same_bits(size: int) -> None:
+    for found in run_ranks(size, sums_by_every_algorithm):
+        assert set(found) == set(TUNINGS) - ({BY_HALVING} if size == 3 else set())
+        assert all(sums == found[TORCH] for sums in found.values())
+
+
+def messages_of_halving(rank: int, size: int) -> list[tuple[int, int, int]]:
+    """Whom it swaps with, and how many numbers go each way."""
+    seen: list[tuple[int, int, int]] = []
+    with transport(BY_HALVING) as over:
+        assert isinstance(over, TorchTransport)
+        swap = over.swap
+
+        def spy(peer: int, give: torch.Tensor, get: torch.Tensor) -> None:
+            seen.append((peer, give.numel(), get.numel()))
+            swap(peer, give, get)
+
+        over.swap = spy  # type: ignore[method-assign]
+        reduce_pieces(over, [1, 2, 4, 8], torch.float32)
+        over.use_codec(BF16())
+        with over.reduced([2] * 4, torch.float32, torch.Tensor.zero_):  # type: ignore[arg-type]
+            pass  # a codec rounds once: by an exchange
+    return seen[: len(seen) // 2]  # the same again for the sum of all pieces
+
+
+def test_halving_swaps_halves() -> None:
+    assert run_ranks(4, messages_of_halving) == [
+        [(1, 2 + 8, 1 + 4), (2, 4, 1)],
+        [(0, 1 + 4, 2 + 8), (3, 8, 2)],
+        [(3, 2 + 8, 1 + 4), (0, 1, 4)],
+        [(2, 1 + 4, 2 + 8), (1, 2, 8)],
+    ]
 
 
 # -- many exchanges, and two transports at a time ---------------------------------------------------------------------------

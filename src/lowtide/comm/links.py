@@ -27,9 +27,11 @@ from lowtide.comm.codec import Codec
 from lowtide.comm.deadlines import Deadlines
 from lowtide.comm.interface import choose_interface, gloo_options
 from lowtide.comm.local import LocalTransport, open_together
+from lowtide.comm.measuring import RAIL, Candidates, measure
 from lowtide.comm.processes import this_host
 from lowtide.comm.shared import CannotShare, Segment
-from lowtide.comm.transport import Alone, TorchTransport, Transport
+from lowtide.comm.transport import Alone, LinkBroken, TorchTransport, Transport
+from lowtide.comm.tuning import Tuning
 from lowtide.comm.two_level import TwoLevel
 from lowtide.errors import ArgumentError, DeadlineExceeded, Mismatch, PeerFailed
 
@@ -99,6 +101,7 @@ class Links:
         self._bootstraps: dict[tuple[int, ...], TorchTransport] = {}
         self._locals: list[LocalTransport] = []
         self._segments: list[Segment] = []
+        self._tunings: dict[tuple[str, tuple[int, ...]], Tuning] = {}  # by kind of connection and ranks
         self._crossing: list[TwoLevel | TorchTransport] = []  # those that add up numbers of several hosts
         self._hosts = self._ask_for_hosts(transport)
         self._shares = self._can_share(transport)
@@ -249,10 +252,16 @@ class Links:
             return Alone()
         if self._members.backend != "gloo":
             device = _device_of(self._members.backend)
-            return TorchTransport(self._torch_group(ranks), codec=self._codec, device=device)
+            over = TorchTransport(self._torch_group(ranks), device=device)
+            if device.type == "cpu":  # elsewhere a wait ends before the bytes are there, and a clock would say nothing
+                self._tune(over, over, over.candidates, ranks)
+            over.use_codec(self._codec)
+            return over
         hosts = self._by_host(ranks)
         if not self._shares or not _regular(hosts):
-            over = TorchTransport(self.gloo(name, ranks), codec=self._codec)
+            over = TorchTransport(self.gloo(name, ranks))
+            self._tune(over, over, over.candidates, ranks)
+            over.use_codec(self._codec)
             self._crossing += [over] if len(hosts) > 1 else []
             return over
         here = next(host for host in hosts if dist.get_rank() in host)
@@ -262,15 +271,32 @@ class Links:
         if len(hosts) == 1:
             return local
         rail = tuple(host[at] for host in hosts)
+        over = TorchTransport(self.gloo(f"{name}/rail{at}", rail))
         two_level = TwoLevel(
             ranks.index(dist.get_rank()),
             [[ranks.index(rank) for rank in host] for host in hosts],
             local=local,
-            rail=TorchTransport(self.gloo(f"{name}/rail{at}", rail)),
+            rail=over,
             codec=self._codec,
         )
+        self._tune(over, two_level, RAIL, ranks)
         self._crossing.append(two_level)
         return two_level
+
+    def _tune(self, over: TorchTransport, everyone: Transport, candidates: Candidates, ranks: tuple[int, ...]) -> None:
+        """Collective over ``everyone``, of which ``over`` connects all or some: how to use it. Measured once, when these ranks
+        are first connected in this way."""
+        key = (type(everyone).__name__, ranks)
+        found = self._tunings.get(key)
+        if found is None:
+            try:
+                found = self._tunings[key] = measure(over, everyone, candidates)
+            except LinkBroken as error:
+                if error.timed_out:
+                    waited = self._timeout.total_seconds()
+                    raise DeadlineExceeded(f"ranks {list(ranks)} to measure the network", waited) from error
+                raise PeerFailed(-1, f"a connection was lost ({error})", "measuring the network") from error
+        over.tune(found)
 
     def _torch_group(self, ranks: Sequence[int]) -> ProcessGroup:
         new_group = cast("Callable[..., ProcessGroup]", getattr(dist, "new_group"))  # noqa: B009 - it has no types

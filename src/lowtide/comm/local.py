@@ -22,13 +22,15 @@ from torch import Tensor
 from lowtide.comm.futex import Counters
 from lowtide.comm.reduce import tree_sum
 from lowtide.comm.shared import TICKET_BYTES, CannotShare, Segment, pages
-from lowtide.comm.transport import LinkBroken, as_bytes, check_cuts, check_pieces
+from lowtide.comm.transport import LinkBroken, as_bytes, check_counts, check_cuts, check_pieces
 from lowtide.errors import InternalError
 
 _MAIL_BYTES = 4096  # per rank, for small messages
 _SLICE = 0.05  # seconds a wait sleeps at most before it looks whether it was ended
 _BROADCAST_BYTES = 16 << 20  # at once
 _FIRST_WINDOW = 1 << 20
+# A start value. An exchange costs some wake-ups, tens of microseconds, and memory moves gigabytes per second.
+_BUCKET_BYTES = 4 << 20
 
 Share = Callable[[bytes], list[bytes]]
 """Everybody's bytes, of one length on all local ranks, in their order: how ranks that share nothing yet find each other."""
@@ -81,6 +83,10 @@ class LocalTransport:
     def gather(self, whole: Tensor, cuts: Sequence[int]) -> None:
         check_cuts(whole, cuts, self.size)
         self.share_parts([[whole[a:b]] for a, b in pairwise(cuts)])
+
+    def gather_numbers(self, values: Tensor, counts: Sequence[int]) -> None:
+        check_counts("gathered", values, counts, self.size)
+        self.share_parts([[as_bytes(piece)] for piece in values.split(list(counts))])
 
     def share_parts(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """``parts[r]`` are bytes that rank ``r`` has and all others get."""
@@ -198,6 +204,10 @@ class LocalTransport:
     @property
     def buffer_bytes(self) -> int:
         return self._used
+
+    @property
+    def bucket_bytes(self) -> int:
+        return _BUCKET_BYTES
 
     @property
     def segments(self) -> list[Segment]:

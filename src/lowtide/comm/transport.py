@@ -7,6 +7,7 @@ whole process when sizes differ, so callers agree on sizes first (the header of 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,11 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowtide.comm.codec import EXACT, Codec
+from lowtide.comm.halving import can_halve, halved_sum
 from lowtide.comm.reduce import tree_sum
+from lowtide.comm.tuning import ALL_GATHER, BROADCASTS, EXCHANGE, HALVING, Choice, Tuning
 from lowtide.errors import Error, InternalError
 
 # Never sent by anybody: a receive with this tag can only time out.
 _NOBODY_SENDS_THIS_TAG = 0x10771DE
+_SWAP_TAG = 0x10771DF
 
 
 class LinkBroken(Error, RuntimeError):
@@ -48,6 +52,11 @@ class Transport(Protocol):
         """Rank ``r`` owns the bytes ``whole[cuts[r]:cuts[r + 1]]`` (maybe none) and filled them; afterwards all are filled."""
         ...
 
+    def gather_numbers(self, values: Tensor, counts: Sequence[int]) -> None:
+        """As ``gather``, of numbers: rank ``r`` owns ``counts[r]`` elements of ``values``, one piece after another. What
+        crosses a network goes through the codec, and then so does what stays: afterwards all ranks hold the same bits."""
+        ...
+
     def reduced(
         self, counts: Sequence[int], dtype: torch.dtype, fill: Callable[[Tensor], None], *, whole: bool = False
     ) -> AbstractContextManager[Tensor]:
@@ -66,6 +75,12 @@ class Transport(Protocol):
     @property
     def buffer_bytes(self) -> int:
         """Memory that it holds on this rank between exchanges."""
+        ...
+
+    @property
+    def bucket_bytes(self) -> int:
+        """How many bytes one reduction should handle at once, so that little of its time is a fixed cost. The same on all ranks
+        of the axis."""
         ...
 
     def abort(self) -> None:
@@ -114,9 +129,13 @@ class Alone:
     rank = 0
     size = 1
     buffer_bytes = 0
+    bucket_bytes = sys.maxsize
 
     def gather(self, whole: Tensor, cuts: Sequence[int]) -> None:
         check_cuts(whole, cuts, 1)
+
+    def gather_numbers(self, values: Tensor, counts: Sequence[int]) -> None:
+        check_counts("gathered", values, counts, 1)
 
     @contextmanager
     def reduced(
@@ -152,20 +171,49 @@ class TorchTransport:
         self.crossing_seconds = 0.0
         """How long numbers have been under way to be added up so far. Written by the thread that reduces."""
         self._gloo = process_group.name() == "gloo"
+        self.tuning = Tuning(Choice.always(self.candidates["gather"][0]), Choice.always(EXCHANGE))
+        """Which algorithms are used. The usual ones, until somebody has measured."""
+
+    @property
+    def candidates(self) -> dict[str, tuple[str, ...]]:
+        """What can be chosen among for each verb, the usual one first."""
+        # gloo's own all-gather copies every part twice; broadcasts under way together move each byte once. For two ranks both
+        # ways to reduce send the same messages. Backends other than gloo may want pairs of messages announced together.
+        halving = (HALVING,) if self._gloo and self.size > 2 and can_halve(self.size) else ()
+        gather = (BROADCASTS, ALL_GATHER) if self._gloo else (ALL_GATHER, BROADCASTS)
+        return {"gather": gather, "reduce": (EXCHANGE, *halving)}
+
+    def tune(self, tuning: Tuning) -> None:
+        """From the next exchange on; all ranks do this at the same place."""
+        possible = {EXCHANGE, HALVING} if can_halve(self.size) else {EXCHANGE}
+        if not tuning.reduce.names <= possible or not tuning.gather.names <= {BROADCASTS, ALL_GATHER}:
+            raise InternalError(f"{self.size} ranks cannot gather by {tuning.gather} and reduce by {tuning.reduce}")
+        self.tuning = tuning
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.tuning.bucket_bytes
 
     def gather(self, whole: Tensor, cuts: Sequence[int]) -> None:
         check_cuts(whole, cuts, self.size)
         parts = [whole[start:end] for start, end in pairwise(cuts)]
         equal = len({part.numel() for part in parts}) == 1
-        if equal and not self._gloo:
+        if equal and whole.numel() and self.tuning.gather.at(whole.numel()) == ALL_GATHER:
             self._finish(lambda: [self._pg._allgather_base(whole, parts[self.rank])])
         else:
             self.share_parts(parts)
 
     def share_parts(self, parts: Sequence[Tensor]) -> None:
         """``parts[r]`` are bytes that rank ``r`` has and all others get."""
-        # gloo's own all-gather copies every part twice; broadcasts under way together move each byte once.
         self._finish(lambda: [self._start_broadcast(part, root) for root, part in enumerate(parts) if part.numel()])
+
+    def gather_numbers(self, values: Tensor, counts: Sequence[int]) -> None:
+        check_counts("gathered", values, counts, self.size)
+        with self._under_way():
+            if self._codec is EXACT:
+                self.gather(as_bytes(values), [end * values.itemsize for end in accumulate(counts, initial=0)])
+            else:
+                share_encoded(self, self._codec, values.split(list(counts)))
 
     @contextmanager
     def reduced(
@@ -174,12 +222,11 @@ class TorchTransport:
         check_pieces(counts, self.size)
         send = self.scratch("send", sum(counts) * dtype.itemsize).view(dtype)
         fill(send)
-        mine = counts[self.rank]
-        recv = self.scratch("recv", mine * self.size * dtype.itemsize).view(dtype)
-        began = time.perf_counter()
-        exchange_encoded(self, self._codec, send, counts, recv, [mine] * self.size)
-        self.crossing_seconds += time.perf_counter() - began
-        total = tree_sum([recv[k * mine : (k + 1) * mine] for k in range(self.size)])
+        # A codec rounds what is sent. Halving sends sums of sums: it would round at every hop, and other numbers.
+        if self._codec is EXACT and self.tuning.reduce.at(send.nbytes) == HALVING:
+            total = halved_sum(self, send, counts)
+        else:
+            total = self._exchanged_sum(send, counts)
         if not whole:
             yield total
             return
@@ -187,6 +234,31 @@ class TorchTransport:
         send[ends[self.rank] : ends[self.rank + 1]].copy_(total)
         self.gather(send.view(torch.uint8), [end * dtype.itemsize for end in ends])
         yield send
+
+    def _exchanged_sum(self, send: Tensor, counts: Sequence[int]) -> Tensor:
+        mine = counts[self.rank]
+        recv = self.scratch("recv", mine * self.size * send.itemsize).view(send.dtype)
+        with self._under_way():
+            exchange_encoded(self, self._codec, send, counts, recv, [mine] * self.size)
+        return tree_sum([recv[k * mine : (k + 1) * mine] for k in range(self.size)])
+
+    def swap(self, peer: int, give: Tensor, get: Tensor) -> None:
+        """Send ``give`` to ``peer``, which gives ``get``: both know both sizes."""
+        if peer == self.rank or not 0 <= peer < self.size:
+            raise InternalError(f"rank {self.rank} of {self.size} swaps with rank {peer}")
+        works: list[Callable[[], Any]] = []
+        if get.numel():
+            works.append(lambda: self._pg.recv([as_bytes(get)], peer, _SWAP_TAG))
+        if give.numel():
+            works.append(lambda: self._pg.send([as_bytes(give)], peer, _SWAP_TAG))
+        with self._under_way():
+            self._finish(lambda: [start() for start in works])
+
+    @contextmanager
+    def _under_way(self) -> Generator[None]:
+        began = time.perf_counter()
+        yield
+        self.crossing_seconds += time.perf_counter() - began
 
     def use_codec(self, codec: Codec) -> None:
         """From the next reduction on; none may be under way on any rank."""
@@ -203,6 +275,11 @@ class TorchTransport:
             self._scratch.pop(name, None)
             buffer = self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return buffer[:nbytes]
+
+    def forget(self) -> None:
+        """As if nothing had been exchanged yet: what was only a trial holds no memory and counts for nothing."""
+        self._scratch.clear()
+        self.crossing_seconds = 0.0
 
     def exchange(self, send: Tensor, send_counts: Sequence[int], recv: Tensor, recv_counts: Sequence[int]) -> None:
         """Rank ``r`` gets the ``r``-th piece of everybody's ``send``; pieces are counted in elements and lie in rank order."""
@@ -264,6 +341,17 @@ def exchange_encoded(
         codec.encode(piece, wire)
     over.exchange(sent, to_send, received, to_recv)
     for piece, wire in zip(recv.split(list(recv_counts)), received.split(to_recv), strict=True):
+        codec.decode(wire, piece)
+
+
+def share_encoded(over: TorchTransport, codec: Codec, pieces: Sequence[Tensor]) -> None:
+    """``pieces[r]`` are numbers that rank ``r`` has and all others get, as ``codec`` writes them. The own piece is read back as
+    well, because the others have what the codec left of it."""
+    sizes = [codec.wire_bytes(piece.numel(), piece.dtype) for piece in pieces]
+    wires = over.scratch("encoded", sum(sizes)).split(sizes)
+    codec.encode(pieces[over.rank], wires[over.rank])
+    over.share_parts(wires)
+    for piece, wire in zip(pieces, wires, strict=True):
         codec.decode(wire, piece)
 
 

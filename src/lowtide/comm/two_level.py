@@ -19,7 +19,15 @@ from torch import Tensor
 from lowtide.comm.codec import EXACT, Codec
 from lowtide.comm.local import LocalTransport
 from lowtide.comm.reduce import Node, nodes_within, sum_of_nodes, tree_sum
-from lowtide.comm.transport import TorchTransport, as_bytes, check_cuts, check_pieces, exchange_encoded
+from lowtide.comm.transport import (
+    TorchTransport,
+    as_bytes,
+    check_counts,
+    check_cuts,
+    check_pieces,
+    exchange_encoded,
+    share_encoded,
+)
 from lowtide.errors import InternalError
 
 
@@ -59,6 +67,10 @@ class TwoLevel:
     def buffer_bytes(self) -> int:
         return self._local.buffer_bytes + self._rail.buffer_bytes
 
+    @property
+    def bucket_bytes(self) -> int:
+        return self._rail.bucket_bytes
+
     def gather(self, whole: Tensor, cuts: Sequence[int]) -> None:
         self.gather_between_hosts(whole, cuts)
         self._local.share_parts([[whole[cuts[r] : cuts[r + 1]] for r in rail] for rail in self._rails])
@@ -66,6 +78,18 @@ class TwoLevel:
     def gather_between_hosts(self, whole: Tensor, cuts: Sequence[int]) -> None:
         check_cuts(whole, cuts, self.size)
         self._rail.share_parts([whole[cuts[r] : cuts[r + 1]] for r in self._mine])
+
+    def gather_numbers(self, values: Tensor, counts: Sequence[int]) -> None:
+        check_counts("gathered", values, counts, self.size)
+        began = time.perf_counter()
+        pieces = values.split(list(counts))
+        if self._codec is EXACT:
+            self._rail.share_parts([as_bytes(pieces[r]) for r in self._mine])
+        else:
+            share_encoded(self._rail, self._codec, [pieces[r] for r in self._mine])
+        self.crossing_seconds += time.perf_counter() - began
+        # Inside the host they pass as they came out of the codec, the own ones, too.
+        self._local.share_parts([[as_bytes(pieces[r]) for r in rail] for rail in self._rails])
 
     @contextmanager
     def reduced(

@@ -102,8 +102,7 @@ class Reduction:
             if copies > 1:
                 everyone = self._scratch.get("replicate", mine * copies, dtype, total.device)
                 everyone[wire.replicate.rank * mine :][:mine].copy_(total)
-                width = mine * dtype.itemsize
-                wire.replicate.gather(everyone.view(torch.uint8), [width * k for k in range(copies + 1)])
+                wire.replicate.gather_numbers(everyone, [mine] * copies)
                 total = tree_sum([everyone[k * mine : (k + 1) * mine] for k in range(copies)])
             self._ledger.set("buffers in flight", self._scratch.nbytes + wire.shard.buffer_bytes)
             yield total
