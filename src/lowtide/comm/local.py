@@ -27,7 +27,7 @@ from lowtide.errors import InternalError
 
 _MAIL_BYTES = 4096  # per rank, for small messages
 _SLICE = 0.05  # seconds a wait sleeps at most before it looks whether it was ended
-_BROADCAST_BYTES = 16 << 20  # at once
+_BROADCAST_BYTES = 4 << 20  # at once
 _FIRST_WINDOW = 1 << 20
 # A start value. An exchange costs some wake-ups, tens of microseconds, and memory moves gigabytes per second.
 _BUCKET_BYTES = 4 << 20

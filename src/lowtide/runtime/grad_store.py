@@ -31,6 +31,9 @@ class Segment:
     hi: int
     values: Tensor
 
+    def covers(self, part: Part) -> bool:
+        return self.lo <= part.lo and part.hi <= self.hi
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -53,29 +56,32 @@ class ShelvedGrads:
 
     def keep(self, batches: Iterable[Sequence[Segment]], add: Sequence[bool]) -> Iterator[int]:
         """Store the reduced gradients of one backward, batch by batch; ``add[i]``: to what is stored already for parameter
-        ``i``. Yields the parameters that are stored."""
-        stored = {index for index, shown in enumerate(add) if shown}
+        ``i``. A segment has all that a chunk has of its parameter, or nothing. Yields the parameters that are stored."""
+        stored: set[tuple[int, int]] = set()  # chunks, and whose part of them
+        kept: set[int] = set()
         for segments in batches:
-            self._keep_batch(segments, add, stored)
-            stored |= {segment.index for segment in segments}
-            yield from (segment.index for segment in segments)
+            new = {segment.index for segment in segments} - kept
+            for index in new:
+                self._finite[index] = True
+            self._keep_batch({s.index: s for s in segments}, add, stored)
+            kept |= new
+            yield from sorted(new)
+        for index in kept:
+            self._noted.pop(index, None)
 
-    def _keep_batch(self, segments: Sequence[Segment], add: Sequence[bool], stored: set[int]) -> None:
-        by_index = {s.index: s for s in segments}
-        for index in by_index:
-            self._finite[index] = True
+    def _keep_batch(self, by_index: dict[int, Segment], add: Sequence[bool], stored: set[tuple[int, int]]) -> None:
         for number, chunk in enumerate(self._unit.chunks):
-            if not any(part.index in by_index for part in chunk.parts):
+            given = {p.index for p in chunk.parts if p.index in by_index and by_index[p.index].covers(p)}
+            if not given:
                 continue
             # What is added to, and what other parameters have in this chunk, must be there first.
-            needed = any(part.index in stored for part in chunk.parts)
+            needed = any(add[part.index] or (number, part.index) in stored for part in chunk.parts)
             lease = self.shelf.open(number, self._buffers, Priority.NOW, fresh=not (needed and self.shelf.has(number)))
             with borrowed(lease, changed=True) as tensor:
                 for part, view in self._views(number, tensor):
-                    if part.index in by_index:
+                    if part.index in given:
                         self._put(part, view, by_index[part.index], add=add[part.index])
-        for index in by_index:
-            self._noted.pop(index, None)
+            stored |= {(number, index) for index in given}
 
     def _put(self, part: Part, view: Tensor, segment: Segment, *, add: bool) -> None:
         source = segment.values[part.lo - segment.lo : part.hi - segment.lo]

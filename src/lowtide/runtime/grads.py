@@ -280,7 +280,8 @@ class Grads:
             count = len(locals_)
             union = [any(note[i // 8] >> (i % 8) & 1 for note in notes) for i in range(count)]
             try:
-                self._keep(wire, unit, self._reduction.segments(wire, unit, union, locals_), add)
+                by_chunks = unit in self.shelves and not self._in_backward
+                self._keep(wire, unit, self._reduction.segments(wire, unit, union, locals_, by_chunks=by_chunks), add)
             except DiskError as error:
                 if wire.world.size > 1:
                     raise  # the other ranks hear of it through the channel, which is of no use any more

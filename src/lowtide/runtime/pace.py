@@ -18,7 +18,7 @@ from lowtide.comm.channel import Ticket
 
 _log = logging.getLogger("lowtide")
 
-UNDER_WAY = 2
+UNDER_WAY = 1
 """Units that may wait for their reduction while the next is computed."""
 _PATIENCE = 2.0
 _IN_A_ROW = 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from lowtide.config import Config, KindDtypes
 from lowtide.errors import Refused
-from lowtide.spec.chunks import cut_into_chunks
+from lowtide.spec.chunks import Chunk, cut_into_chunks
 from lowtide.spec.layout import ALIGNMENT, ParamShape, UnitLayout, lay_out
 from lowtide.spec.units import UnitSpec
 
@@ -32,13 +34,22 @@ class Unit:
         cuts = self.layout.cuts
         self.updates = (cuts[rank], cuts[rank + 1]) if config.stage.optimizer else (0, self.layout.nbytes)
         """The bytes of the unit that this rank updates."""
-        self.chunks = cut_into_chunks(self.layout, self.updates, chunk_bytes=config.update.chunk_bytes, whole=whole_parameters)
+        self._chunk_bytes, self._whole_parameters = config.update.chunk_bytes, whole_parameters
+        self.chunks = self._chunks(self.updates)
         numels = [p.numel for p in self.layout.params]
         self.chunks_cut_a_parameter = any(p.numel < numels[p.index] for c in self.chunks for p in c.parts)
         self.chunk_cuts = (0, *(c.hi for c in self.chunks))
         self.index_of = {p: i for i, p in enumerate(spec.params)}
         self.version = 0
         """Raised by every update; a graph built on an older version must not be walked backward."""
+
+    @functools.cached_property
+    def chunks_by_rank(self) -> tuple[tuple[Chunk, ...], ...]:
+        """The chunks of every rank's shard."""
+        return tuple(map(self._chunks, itertools.pairwise(self.layout.cuts)))
+
+    def _chunks(self, covers: tuple[int, int]) -> tuple[Chunk, ...]:
+        return cut_into_chunks(self.layout, covers, chunk_bytes=self._chunk_bytes, whole=self._whole_parameters)
 
     def refuse_replaced(self, address: int) -> None:
         """Raise unless the attached parameters are views of the memory at ``address``."""
