@@ -56,14 +56,15 @@ def on_one_host(rank: int, world: int, models: Sequence[str]) -> dict[str, dict[
 
 def on_several_hosts(rank: int, world: int, models: Sequence[str]) -> dict[str, Any]:
     """Everything that is to be known about one layout of hosts."""
-    carrier, listening = carried_by()
+    carrier, listening, bucket = carried_by()
     found: dict[str, dict[str, Prints]] = {}
     for model in models:
         by_hand = oracle(MENAGERIE[model], RECIPE, world=world, rank=rank, by_hand=True)
         ddp = oracle(MENAGERIE[model], RECIPE, world=world, rank=rank)
         assert_same(losses_of(by_hand), losses_of(ddp), assert_near)
         found[model] = {"by hand": prints(by_hand), "ddp": prints(ddp), **runs(rank, model, ["auto", "torch"])}
-    return {"carrier": carrier, "listening": sorted(listening | listening_addresses()), "runs": found}
+    listens = sorted(listening | listening_addresses())
+    return {"carrier": carrier, "bucket": bucket, "listening": listens, "runs": found}
 
 
 def losses_of(trace: Trace) -> Trace:
@@ -71,15 +72,16 @@ def losses_of(trace: Trace) -> Trace:
     return Trace([(name, tensor) for name, tensor in trace.entries if "loss" in name])
 
 
-def carried_by() -> tuple[str, set[str]]:
-    """Which transport is chosen here, which does what every transport does; and where this rank listens meanwhile."""
+def carried_by() -> tuple[str, set[str], int]:
+    """Which transport is chosen here, which does what every transport does; where this rank listens meanwhile; and how much a
+    reduction should handle, by what was measured."""
     group = Group.join(None, deadline=30)
     over = group.channel("conformance").run(Label("open", -1, "a transport"), lambda wire, notes: wire.world)
     conform(over)
     listening = listening_addresses()
     dist.barrier()
     group.close()
-    return type(over).__name__, listening
+    return type(over).__name__, listening, over.bucket_bytes
 
 
 def compare(network: Network, ranks_per_host: list[int], models: Sequence[str], carrier: str, timeout: float = 110) -> None:
@@ -101,6 +103,7 @@ def compare(network: Network, ranks_per_host: list[int], models: Sequence[str], 
                 assert differs is None, f"{model}, rank {rank}, {name}: {differs}"
             if world == 2:
                 assert first_difference(ddp, expected) is None
+    assert len({answer["bucket"] for answer in several}) == 1, "ranks would cut reductions at different places"
     for model in models:
         finals = {tuple(p for p in answer["runs"][model]["by hand"] if "parameter" in p[0]) for answer in several}
         assert len(finals) == 1, "ranks have different parameters"

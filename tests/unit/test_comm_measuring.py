@@ -86,11 +86,11 @@ def test_all_stop_where_one_is_slow(slow: int) -> None:
     costs[slow] = dict.fromkeys(GATHERS[0], 0.04)
     candidates = 3  # two ways to gather, one to reduce
     for found, looks in run_ranks(2, measured, costs):
-        assert looks == 1 + candidates * TRIES * 2 + 1
+        assert looks == 1 + candidates * 2, "more than one try of the smallest size"
         assert found.latency == pytest.approx(0.04)
         assert found.bucket_bytes == MOST_BUCKET_BYTES
     for _, looks in run_ranks(2, measured, GATHERS):
-        assert looks == 1 + len(SIZES) * (candidates * TRIES * 2 + 1)
+        assert looks == 1 + len(SIZES) * candidates * TRIES * 2
 
 
 def measured_on_rails(rank: int, size: int, hosts: Hosts) -> tuple[Tuning, int, float]:
@@ -111,7 +111,7 @@ def measured_on_rails(rank: int, size: int, hosts: Hosts) -> tuple[Tuning, int, 
 def test_rails_agree() -> None:
     found = run_ranks(4, measured_on_rails, ((0, 1), (2, 3)))
     assert found == found[:1] * 4
-    assert found[0][2] == pytest.approx(2e-4)
+    assert found[0][2] == pytest.approx(2e-4, rel=0.01)
     assert found[0][1] == found[0][0].bucket_bytes
 
 

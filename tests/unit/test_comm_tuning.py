@@ -37,6 +37,11 @@ def test_what_is_hardly_faster_is_not_chosen() -> None:
     assert choose({"other": {KIB: 0.85}, "usual": {KIB: 1.0}}) == Choice.always("other")
 
 
+def test_a_size_that_one_was_not_timed_at_does_not_count() -> None:
+    assert choose({"usual": {KIB: 1.0, MIB: 9.0}, "other": {KIB: 0.5}}) == Choice.always("other")
+    assert choose({"usual": {KIB: 1.0}, "other": {KIB: 2.0, MIB: 0.1}}) == Choice.always("usual")
+
+
 def test_nothing_timed_is_the_usual() -> None:
     assert choose({"usual": {}, "other": {}}) == Choice.always("usual")
 
@@ -67,7 +72,14 @@ def test_a_small_one_that_was_disturbed_is_left_out() -> None:
 
 def test_one_size_is_all_fixed() -> None:
     assert fixed_and_speed({16 * KIB: 0.05}) == (0.05, math.inf)
-    assert fixed_and_speed({16 * KIB: 0.05, MIB: 0.05}) == (0.05, math.inf)
+
+
+def test_a_speed_that_was_not_seen_is_not_believed() -> None:
+    """All of these were fixed cost, and nothing says how fast larger ones are."""
+    for small in (1e-3, 0.99e-3, 1.5e-3):
+        fixed, speed = fixed_and_speed({16 * KIB: small, 256 * KIB: 1e-3})
+        assert speed == pytest.approx(2 * 256 * KIB / 1e-3)
+        assert bucket_bytes(fixed, speed) <= 16 * MIB
 
 
 def test_buckets_grow_with_the_fixed_cost() -> None:

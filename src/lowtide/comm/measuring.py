@@ -1,17 +1,20 @@
 """How fast some ranks talk, by algorithm and size: measured once, when they have just been connected.
 
-[Note: bounded] It starts small. A larger size is tried only if the last one, scaled, would be over in a moment, and if all of
-it has not taken long so far. On a slow link little is known then, and little has been waited for.
+[Note: bounded] It starts small. A larger size is tried only if the last one, scaled, would be over in a moment, and everything
+ends with the first exchange that took long, or that was over when all together had. Every algorithm has been tried once by
+then, at the smallest size. On a slow link little is known afterwards, and little has been waited for.
 
-[Note: all ranks see the same] After every size all ranks show each other their times; what counts is the slowest rank, and the
-best of a few tries. So all of them go on, stop and choose alike, whatever each of their clocks said.
+[Note: all ranks see the same] After every try all ranks show each other their times; what counts is the slowest rank, and the
+middle of a few tries. So all of them go on, stop and choose alike, whatever each of their clocks said.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import torch
 
@@ -27,7 +30,7 @@ TRIES = 3
 ONE_SECONDS = 0.03
 """Longer than this no exchange is meant to take."""
 ALL_SECONDS = 0.1
-"""After which nothing larger is begun."""
+"""After which nothing is begun."""
 
 Candidates = Mapping[str, Sequence[str]]
 """The algorithms to choose among for ``gather`` and for ``reduce``, the usual one first."""
@@ -46,20 +49,36 @@ def measure(
     """Collective over ``everyone``: the ranks of ``over`` itself, or of all rails that work side by side with it. Reductions
     are timed even where there is one way only, because buckets are sized by them."""
     before = over.tuning
-    timed = {(verb, name): dict[int, float]() for verb in candidates for name in candidates[verb] if _needed(verb, candidates)}
-    began = clock()
+    verbs = sorted(candidates, reverse=True)  # reductions first: most depends on them
+    timed = {(verb, name): dict[int, float]() for verb in verbs for name in candidates[verb] if _needed(verb, candidates)}
+    began, late = clock(), False
+
+    def slowest(action: Callable[[], None]) -> float:
+        """Of all ranks, which then are together again; whether it becomes late."""
+        nonlocal late
+        start = clock()
+        action()
+        end = clock()
+        mine = torch.tensor([end - start, end - began], dtype=torch.float64)
+        took, spent = everyone.all_gather_small(mine).amax(dim=0).tolist()
+        late = took > ONE_SECONDS or spent > ALL_SECONDS
+        return took
+
     for nbytes, larger in zip(SIZES, [*SIZES[1:], 0], strict=True):
-        mine = list[list[float]]()
-        for verb, name in timed:
+        quickest = math.inf
+        for (verb, name), samples in timed.items():
             chosen = Choice.always(name)
             over.tune(Tuning(chosen, before.reduce) if verb == "gather" else Tuning(before.gather, chosen))
-            mine.append(_times(everyone, _gather(over, nbytes) if verb == "gather" else _reduce(over, nbytes), clock))
-        mine.append([clock() - began] * TRIES)
-        *times, spent = everyone.all_gather_small(torch.tensor(mine, dtype=torch.float64)).amax(dim=0).tolist()
-        for samples, tries in zip(timed.values(), times, strict=True):
-            samples[nbytes] = min(tries)
-        shortest = min(samples[nbytes] for samples in timed.values())
-        if shortest * larger / nbytes > ONE_SECONDS or spent[0] > ALL_SECONDS:
+            action = _gather(over, nbytes) if verb == "gather" else _reduce(over, nbytes)
+            tries = [slowest(action)]
+            while len(tries) < TRIES and not late:
+                tries.append(slowest(action))
+            # The first may have been slow, because it takes the memory, or quick, because a slow link let a burst through.
+            samples[nbytes] = median(tries)
+            quickest = min(quickest, samples[nbytes])
+            if late and nbytes != SIZES[0]:
+                break
+        if late or quickest * larger / nbytes > ONE_SECONDS:
             break
     over.tune(before)
     over.forget()
@@ -71,7 +90,7 @@ def measure(
 
 def _told(tuning: Tuning, timed: Timed, ranks: int) -> str:
     sizes = list(next(iter(timed.values())))
-    times = (f"{verb} by {name} {', '.join(f'{s[n] * 1e3:.2f}' for n in sizes)}" for (verb, name), s in timed.items())
+    times = (f"{verb} by {name} {', '.join(f'{t * 1e3:.2f}' for t in s.values())}" for (verb, name), s in timed.items())
     return (
         f"{ranks} ranks gather by {tuning.gather}; reduce by {tuning.reduce}, {tuning.bucket_bytes >> 20} MiB at a time "
         f"(fixed {tuning.latency * 1e3:.2f} ms, {tuning.bandwidth / 1e9:.2f} GB/s). "
@@ -89,19 +108,10 @@ def _tuning(timed: Timed, before: Tuning, rails: int) -> Tuning:
         by_verb.setdefault(verb, {})[name] = samples
     gather = choose(by_verb["gather"]) if "gather" in by_verb else before.gather
     reduce = choose(by_verb["reduce"])
-    fixed, speed = fixed_and_speed({n: by_verb["reduce"][reduce.at(n)][n] for n in next(iter(timed.values()))})
+    used = {n: t for name, samples in by_verb["reduce"].items() for n, t in samples.items() if reduce.at(n) == name}
+    fixed, speed = fixed_and_speed(used)
     speed *= rails  # each handles its part of a reduction at the same time
     return Tuning(gather, reduce, fixed, speed, bucket_bytes(fixed, speed))
-
-
-def _times(everyone: Transport, action: Callable[[], None], clock: Callable[[], float]) -> list[float]:
-    everyone.all_gather_small(torch.zeros(1))  # all begin together
-    found: list[float] = []
-    for _ in range(TRIES):
-        began = clock()
-        action()
-        found.append(clock() - began)
-    return found
 
 
 def _gather(over: TorchTransport, nbytes: int) -> Callable[[], None]:

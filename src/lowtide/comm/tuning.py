@@ -66,10 +66,10 @@ class Tuning:
 
 
 def choose(timed: Mapping[str, Seconds]) -> Choice:
-    """The fastest for each size. The first of ``timed`` is the usual one, and stays unless another is clearly faster. Between
-    two sizes that were timed the nearer one decides; above the largest, the largest."""
+    """The fastest for each size at which all were timed. The first of ``timed`` is the usual one, and stays unless another is
+    clearly faster. Between two sizes that were timed the nearer one decides; above the largest, the largest."""
     usual = next(iter(timed))
-    sizes = sorted(timed[usual])
+    sizes = sorted(n for n in timed[usual] if all(n in samples for samples in timed.values()))
     steps: list[tuple[int, str]] = []
     for at, nbytes in enumerate(sizes):
         best = min(timed, key=lambda name: timed[name][nbytes])
@@ -84,9 +84,13 @@ def choose(timed: Mapping[str, Seconds]) -> Choice:
 def fixed_and_speed(timed: Seconds) -> tuple[float, float]:
     """Seconds that an exchange takes however small it is, and bytes per second besides. Where only one size was timed, because
     already that one took long, all of it counts as fixed."""
+    if len(timed) == 1:
+        return next(iter(timed.values())), math.inf
     quickest, large = min(timed, key=lambda nbytes: timed[nbytes]), max(timed)  # a smaller one that took longer was disturbed
     more = timed[large] - timed[quickest]
-    speed = (large - quickest) / more if more > 0 else math.inf
+    # Where even the largest was mostly fixed cost, the rest is noise: then no more than twice the speed that was seen.
+    most = 2 * large / timed[large]
+    speed = min((large - quickest) / more, most) if more > 0 else most
     # What it took for its own bytes is not fixed; but the speed is not known well enough to leave nothing of it.
     return max(timed[quickest] - quickest / speed, timed[quickest] / 2), speed
 
