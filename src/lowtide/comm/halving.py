@@ -50,8 +50,10 @@ def halved_sum(over: Pairs, values: Tensor, counts: Sequence[int]) -> Tensor:
         peer = over.rank ^ distance
         kept = [piece for piece in held if (piece ^ over.rank) & distance == 0]
         given = [piece for piece in held if (piece ^ over.rank) & distance]
-        give = _together(over, [values[ends[p] : ends[p + 1]] for p in given], values.dtype)
-        get = over.scratch("recv", sum(counts[p] for p in kept) * values.itemsize).view(values.dtype)
+        # One buffer to pack in and to receive in: together they are as large as what an exchange receives.
+        widths = [sum(counts[p] for p in kept), sum(counts[p] for p in given)]
+        get, packed = over.scratch("recv", sum(widths) * values.itemsize).view(values.dtype).split(widths)
+        give = _together([values[ends[p] : ends[p + 1]] for p in given], packed)
         over.swap(peer, give, get)
         for piece, theirs in zip(kept, get.split([counts[p] for p in kept]), strict=True):
             mine = values[ends[piece] : ends[piece + 1]]
@@ -61,9 +63,6 @@ def halved_sum(over: Pairs, values: Tensor, counts: Sequence[int]) -> Tensor:
     return values[ends[over.rank] : ends[over.rank + 1]]
 
 
-def _together(over: Pairs, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _together(pieces: Sequence[Tensor], packed: Tensor) -> Tensor:
     """One after the other, for one message."""
-    if len(pieces) == 1:
-        return pieces[0]
-    packed = over.scratch("packed", sum(p.numel() for p in pieces) * dtype.itemsize).view(dtype)
-    return torch.cat(list(pieces), out=packed)
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), out=packed)
