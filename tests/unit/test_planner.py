@@ -8,10 +8,11 @@ import time
 import pytest
 import torch
 
+from lowtide.comm import local
 from lowtide.job.models import build_model
 from lowtide.job.options import Options
 from lowtide.job.planned import spec_of
-from lowtide.planning import programme
+from lowtide.planning import estimate, programme
 from lowtide.planning.options import Phase, Rates, Tier, UnitNeeds, Way
 from lowtide.planning.planner import make_plan
 from lowtide.planning.programme import Problem, solve
@@ -97,3 +98,7 @@ def test_a_search_that_is_cut_short_gives_what_it_has_found(monkeypatch: pytest.
     assert hasty == solve(problem)
     assert best.seconds <= hasty.seconds * 1.004
     assert all(hasty.peaks[tier] <= room for tier, room in problem.room.items())
+
+
+def test_windows_are_planned_as_large_as_they_are() -> None:
+    assert estimate.WINDOW_BYTES == local._BUCKET_BYTES

@@ -163,6 +163,11 @@ class LocalTransport:
     def abort(self) -> None:
         self._aborted.set()
 
+    @property
+    def local(self) -> LocalTransport:
+        """The ranks of this host: all."""
+        return self
+
     # -- turns --------------------------------------------------------------------------------------------------------
 
     @contextmanager

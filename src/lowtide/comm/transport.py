@@ -91,6 +91,11 @@ class Transport(Protocol):
 class HostTransport(Transport, Protocol):
     """A transport whose local ranks map the same memory."""
 
+    @property
+    def local(self) -> Transport:
+        """The ranks of this host."""
+        ...
+
     def gather_between_hosts(self, whole: Tensor, cuts: Sequence[int]) -> None:
         """As ``gather``, where ``whole`` is mapped by all ranks of a host: each of them brings a part from the other hosts.
         Whether the parts of the others are there is not known at the end."""

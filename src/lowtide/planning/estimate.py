@@ -190,6 +190,10 @@ def outside_loads(model: ModelSpec, share: Share) -> tuple[Load, ...]:
     return tuple(Load(phase, Resource.COMPUTE, share.seconds(work, model.dtype)) for phase, work in passes)
 
 
+WINDOW_BYTES = 4 << 20
+"""What ranks of one host reduce at once, see comm/local.py."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Working:
     """Memory that passes bytes through, of one rank."""
@@ -222,12 +226,16 @@ def working_of(
     autograd put it: it is copied to where it lives, or used up by an update in backward."""
     largest, world_size = max((u.whole for u in units), default=0), share.world_size
     # To send from and to receive in; where all ranks share memory, one window serves for both.
-    reductions = 0 if world_size == 1 else 1 if share.shares_memory and share.hosts == 1 else 2
+    windows = share.shares_memory and share.hosts == 1
+    reductions = 0 if world_size == 1 else 1 if windows else 2
     reduction = reductions * max((u.reduction for u in units), default=0)
+    if windows:  # they are as large as a bucket; what is put on shelves is reduced chunk by chunk, one of every rank
+        reduction = min(reduction, max(WINDOW_BYTES, world_size * chunk_bytes if slots else 0))
     chunk = chunk_bytes * kinds.total // kinds.parameters
     largest_update = max((u.optimizer + u.gradients for u in units), default=0)
     buffers = min(largest_update + 2 * chunk, 8 * chunk) if slots else 0
     passing = 2 if world_size > 1 else 1 if slots or gradients_pass else 0
     local = max((u.local_gradients for u in units), default=0) * passing
     transient = max(max((u.transient for u in units), default=0), model.outside_transient_bytes) + model.outside_bytes
-    return Working(slots=slots * largest, buffers=buffers + reduction, in_flight=local, transient=transient)
+    sharers = share.local_ranks if share.shares_memory else 1  # a unit is whole once per host
+    return Working(slots=slots * largest // sharers, buffers=buffers + reduction, in_flight=local, transient=transient)

@@ -32,6 +32,8 @@ class Needs:
     """Gradients and reduction buffers, in units of the largest unit."""
     has_disk: bool
     in_backward: bool
+    slot_sharers: int = 1
+    """Ranks that have their slots together."""
     movable: frozenset[Kind] = frozenset()
     """Kinds of bytes that can be on disk."""
     rates: Rates = field(default_factory=Rates)
@@ -70,7 +72,8 @@ class UnitPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The table, and the size of the two arenas that everything else passes through."""
+    """The table, and the size of the two arenas that everything else passes through. Slots that ranks have together count as
+    a whole."""
 
     units: tuple[UnitPlacement, ...]
     slot_bytes: int | None
@@ -87,7 +90,7 @@ class Forecast:
 
 def working_bytes(needs: Needs, *, slots: int, chunks: int) -> int:
     """Memory that passes bytes through: slots, buffers, gradients on their way."""
-    return needs.largest * (slots + needs.in_flight_units) + needs.chunk_bytes * chunks
+    return needs.largest * slots // needs.slot_sharers + needs.largest * needs.in_flight_units + needs.chunk_bytes * chunks
 
 
 def refuse_infeasible(needs: Needs, base: int) -> None:

@@ -31,6 +31,7 @@ from lowtide.runtime.placer import Placer, Shelves
 from lowtide.runtime.recompute import Pinning
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.scale import LossScale
+from lowtide.runtime.shared_slots import SharedSlots
 from lowtide.runtime.stream import UnitStream
 from lowtide.runtime.trace import Recording, Trace
 from lowtide.runtime.unit import Unit, named
@@ -135,6 +136,16 @@ class Assembly:
         weakref.finalize(self, memory.segment.close)
         return CommonHomes(self.units, memory, group=self.group, channel=self.gathers)
 
+    def _shared_slots(self) -> SharedSlots | None:
+        """Where units that are on disk are whole, for all ranks of this host."""
+        if self.store is None or self.memory.device.separate:
+            return None
+        memory = self.group.share_memory(SharedSlots.nbytes(self.units), self.gathers)
+        if memory is None:
+            return None
+        weakref.finalize(self, memory.segment.close)
+        return SharedSlots(self.units, memory, ledger=self.ledger)
+
     def _spill_store(self) -> Store | None:
         """Where activations go that leave the memory of compute."""
         to_host = self.memory.device.separate and "host" in {self.config.activations.of(u.name) for u in self.units}
@@ -155,8 +166,11 @@ class Assembly:
     def take_over(self, optimizer: Optimizer | None, verbs: Verbs) -> None:
         """Take room for everything, take over the parameters, and make rank 0's values everybody's."""
         stage = self.config.stage
-        self.residency.share(self._common_homes())
+        common = self._common_homes()
+        slots = self._shared_slots() if common is not None else None
+        self.residency.share(common, slots)
         hosts = self.residency.copies
+        self.placer.shared_slots = slots
         self.placer.begin(optimizer, ranks=self.group.size, local_ranks=self.local_ranks, hosts=hosts)
         if self.updates_by_chunks:
             for unit in self.units:
@@ -177,7 +191,6 @@ class Assembly:
             self.buffers.send()
         if self.activations.handled:
             self.activations.install(self.model, self.units, verbs)
-        self.memory.staging.trim()  # units passed through on their way home; where homes are common, none may come again
         self.budget.new_step(tidy=True)
 
     def _budget_of_this_rank(self) -> Budget:

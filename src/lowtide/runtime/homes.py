@@ -14,6 +14,7 @@ from lowtide.errors import InternalError
 from lowtide.runtime.common_homes import Arrival, CommonHomes
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.place import Place
+from lowtide.runtime.shared_slots import SharedSlots
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.device import Memory
 from lowtide.tiers.shelf import Shelf
@@ -27,11 +28,12 @@ class Homes:
         self._units, self._group, self._channel = units, group, channel
         self._memory, self._ledger = memory, ledger
         self._common: CommonHomes | None = None
+        self._shared: SharedSlots | None = None
         self._places: dict[Unit, Place] = {}
 
-    def share(self, common: CommonHomes | None) -> None:
-        """Before any home is reserved: where ranks of this host have one copy together."""
-        self._common = common
+    def share(self, common: CommonHomes | None, slots: SharedSlots | None) -> None:
+        """Before any home is reserved: where ranks of this host have one copy together, and one of units that are on disk."""
+        self._common, self._shared = common, slots
 
     def reserve(self, unit: Unit, *, resident: bool, store: Store | None) -> None:
         """Take room for the home: the whole unit, in memory, if ``resident``; else the shard, in the store if there is one."""

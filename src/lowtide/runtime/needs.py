@@ -21,9 +21,17 @@ _UPDATE_BANDWIDTH = 10e9
 
 
 def needs_at_start(
-    units: Sequence[Unit], config: Config, optimizer: Optimizer | None, *, budget: int, ranks: int, hosts: int = 1
+    units: Sequence[Unit],
+    config: Config,
+    optimizer: Optimizer | None,
+    *,
+    budget: int,
+    ranks: int,
+    hosts: int = 1,
+    slot_sharers: int = 1,
 ) -> Needs:
-    """Before the first step: bytes only. ``hosts``: how many have a copy of what is sharded, see runtime/common_homes.py."""
+    """Before the first step: bytes only. ``hosts``: how many have a copy of what is sharded, see runtime/common_homes.py.
+    ``slot_sharers``: how many ranks have slots together, see runtime/shared_slots.py."""
     states = state_bytes(units, optimizer)
     rows: list[UnitNeeds] = []
     for unit, optimizer_bytes in zip(units, states, strict=True):
@@ -51,6 +59,7 @@ def needs_at_start(
         in_flight_units=1 if ranks == 1 else 3,
         has_disk=bool(config.disk),
         in_backward=config.update.in_backward,
+        slot_sharers=slot_sharers,
         movable=_movable(config),
         way=_way(config, ranks),
     )

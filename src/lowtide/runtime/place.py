@@ -35,7 +35,7 @@ class Place:
         self.state = State.HOME
         self.slot: Block | None = None  # may be the home's own block
         self.reads: list[IOTicket] = []  # that fill the slot
-        self.gather: Ticket[None] | None = None  # that fills it with other ranks' shards
+        self.gather: Ticket[Block | None] | None = None  # that fills it with other ranks' shards, or gives one that all share
         self.ready: Waits | None = None  # what must have happened before it may be read
         self.common: Block | None = None  # the whole unit in memory of all ranks of this host; true while the home is in memory
         self.writes: list[IOTicket] = []  # from the slot to the home

@@ -45,6 +45,7 @@ from lowtide.runtime.needs import (
 )
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
+from lowtide.runtime.shared_slots import SharedSlots
 from lowtide.runtime.switching import Reason, switch_between
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.update import Update
@@ -99,6 +100,8 @@ class Placer:
         self._asked = budget.limit  # what the caller allows; the machine may leave less
         self._changed: str | None = None  # why the placement has to be made anew, if it has
         self._speed: DiskSpeed | None = None
+        self.shared_slots: SharedSlots | None = None
+        """Those that ranks of this host have together; None: each has its own."""
         self.clock = StepClock()
         self.forecast: Forecast | None = None
         """What the placement in force should take; None before the first step."""
@@ -126,7 +129,15 @@ class Placer:
         self.guard.alone = ranks == 1
         budget = -self._largest([-self._budget.limit])[0]
         self._speed = DiskSpeed(self._config.disk, self._store, ranks=local_ranks)
-        needs = needs_at_start(self._units, self._config, optimizer, budget=budget, ranks=ranks, hosts=hosts)
+        needs = needs_at_start(
+            self._units,
+            self._config,
+            optimizer,
+            budget=budget,
+            ranks=ranks,
+            hosts=hosts,
+            slot_sharers=self.shared_slots.sharers if self.shared_slots is not None else 1,
+        )
         self._use_needs(with_rates(needs, self._speed.rates))
         base = max(0, self._budget.settle() - bytes_of_their_own(self._units))
         self._base = self._largest([base])[0]
@@ -141,6 +152,8 @@ class Placer:
         self._memory.buffers.capacity = placement.buffer_bytes
         if not self._memory.device.separate:
             self._memory.slots.capacity = placement.slot_bytes
+        if self.shared_slots is not None:
+            self.shared_slots.capacity = placement.slot_bytes
 
     def store_for(self, unit: Unit, kind: str) -> Store | None:
         """The store that holds a kind of bytes of ``unit``; None for memory."""
@@ -337,8 +350,12 @@ class Placer:
 
     def _unused_room(self) -> int:
         """What the arenas may still take and have not taken yet."""
-        arenas = (self._memory.slots, self._memory.buffers)
-        return sum(max(0, a.capacity - a.reserved_bytes) for a in arenas if a.capacity is not None)
+        slots, buffers, shared = self._memory.slots, self._memory.buffers, self.shared_slots
+        if shared is None:
+            return _unused(slots.capacity, slots.reserved_bytes) + _unused(buffers.capacity, buffers.reserved_bytes)
+        return _unused(shared.capacity, shared.taken_bytes) // shared.sharers + _unused(
+            buffers.capacity, buffers.reserved_bytes
+        )
 
     def buffers_within_room(self) -> None:
         """Updates that were put off run beside activations: their buffers take what those leave, two chunks at least."""
@@ -393,6 +410,10 @@ class Placer:
         names = [p.activations for p in self.placement.units]
         counts = {name: names.count(name) for name in dict.fromkeys(names)}
         return names[0] if len(counts) == 1 else ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+
+
+def _unused(capacity: int | None, taken: int) -> int:
+    return max(0, capacity - taken) if capacity is not None else 0
 
 
 def _leaves(limit: int, before: int) -> str:

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from lowtide.comm.channel import Channel, Label, Wire
 from lowtide.comm.group import Group
 from lowtide.errors import InternalError, Refused
+from lowtide.runtime.common_homes import CommonHomes
 from lowtide.runtime.evicted import EvictedParameter, placeholder
 from lowtide.runtime.homes import Homes
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.place import Place, State
-from lowtide.runtime.slots import FromCommon, SlotLease, Slots, gathering, wait_all
+from lowtide.runtime.shared_slots import SharedSlots
+from lowtide.runtime.slots import FromCommon, SlotLease, Slots, gathering, no_room, room_alike, wait_all
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.arena import Arena, Block
@@ -66,6 +68,11 @@ class Residency(Homes):
         """Called before a gather is begun that all ranks must take part in."""
         self.damaged_by: str | None = None
         """Who changed values that several ranks read, if anybody did."""
+
+    def share(self, common: CommonHomes | None, slots: SharedSlots | None) -> None:
+        super().share(common, slots)
+        # Where ranks have one copy together, a slot of one's own is for a moment: at the start, and outside of passes.
+        self._host_slots.keeps = common is None or self._memory.device.separate
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -136,6 +143,8 @@ class Residency(Homes):
             self._by_address[whole.tensor.data_ptr()] = unit
             return True
         urgent = priority is Priority.NOW
+        if self._shared is not None and whole is None and not private:
+            return self._bring_together(unit, self._shared, priority)
         take = self._slots.take if alone else functools.partial(self._slots.take_alike, self._occupied)
         slot = take(unit, lambda: self._make_room(guesses_too=urgent), urgent=urgent)
         if slot is None:
@@ -157,6 +166,19 @@ class Residency(Homes):
             raise
         return True
 
+    def _bring_together(self, unit: Unit, slots: SharedSlots, priority: Priority) -> bool:
+        """The same with a slot that all ranks of this host have in common; which one it is, they agree on meanwhile."""
+        place, urgent = self._places[unit], priority is Priority.NOW
+        if not room_alike(slots.capacity, self._occupied, unit, lambda: self._make_room(guesses_too=urgent)):
+            if urgent:
+                raise no_room(slots.capacity, unit)
+            return False
+        self.before_gather(unit)
+        work = slots.bringing(unit, place.home, place.covers, priority)
+        place.gather = self._channel.submit(Label("gather", unit.index, unit.name), work)
+        place.state = State.ARRIVING
+        return True
+
     @property
     def updates_in_slots(self) -> bool:
         """Whether a slot may be updated and written back from: it is host memory, and all of it is this rank's."""
@@ -175,6 +197,7 @@ class Residency(Homes):
                 place.gather = None
                 self._drop(unit)  # the next who needs it tries again
                 raise
+            self._accept_slot(unit, place)
             place.reads, place.gather, place.ready = [], None, None
             place.state = State.WHOLE
             self._trace("gathered", unit.name)
@@ -190,7 +213,7 @@ class Residency(Homes):
         place = self._places[unit]
         if place.permanent:
             return
-        if private and place.common is not None and not place.pins:
+        if private and (place.common is not None or self._shared is not None) and not place.pins:
             self.forget([unit])
             self._bring(unit, Priority.NOW, private=True)
         place.pins += 1
@@ -212,7 +235,7 @@ class Residency(Homes):
         if place.pins:
             return
         lost = _lost_write(unit, place)
-        if lost is not None and place.slot is place.common:
+        if lost is not None and (place.slot is place.common or self._is_shared(place.slot)):
             self.damaged_by = f"parameter {lost!r} was changed in memory that the ranks of this host share"
         _evict(unit)
         place.state = State.WHOLE
@@ -256,6 +279,12 @@ class Residency(Homes):
         lo, hi = unit.updates[0] + chunk.lo, unit.updates[0] + chunk.hi
         if place.home.block is not None:
             return View(place.home.block.tensor[lo - place.covers[0] : hi - place.covers[0]])
+        if self._is_shared(place.slot) and place.state is not State.ARRIVING:
+            # Other ranks may still read it: this one changes a copy.
+            lease = place.home.open(index, buffers, priority, wait=wait, fresh=True)
+            if not fresh:
+                lease.wait().copy_(place.full_slot().tensor[lo:hi])
+            return lease
         if place.slot is not None and place.state is not State.ARRIVING and not self._memory.device.separate:
             return SlotLease(place.home, index, place.slot.tensor[lo:hi], place.writes)
         return place.home.open(index, buffers, priority, wait=wait, fresh=fresh)
@@ -343,7 +372,19 @@ class Residency(Homes):
             self._drop(unit)
 
     def _occupied(self) -> int:
-        return sum(u.layout.nbytes for u, p in self._places.items() if p.slot not in (None, p.home.block, p.common))
+        """Bytes of the units that have a slot, or will get the one that their gather finds."""
+        there = ((u, p) for u, p in self._places.items() if p.state is not State.HOME)
+        return sum(u.layout.nbytes for u, p in there if p.slot is None or p.slot not in (p.home.block, p.common))
+
+    def _is_shared(self, slot: Block | None) -> bool:
+        return self._shared is not None and slot in self._shared
+
+    def _accept_slot(self, unit: Unit, place: Place) -> None:
+        """Take over the slot that the ranks of this host have agreed on, if the unit came to one of theirs."""
+        slot = place.gather.wait() if place.gather is not None else None
+        if slot is not None:
+            place.slot = slot
+            self._by_address[slot.tensor.data_ptr()] = unit
 
     def _make_room(self, *, guesses_too: bool) -> bool:
         """Let go of a whole unit that nobody uses, or of a guess; whether there was one. A guess never costs the unit that was
@@ -359,15 +400,17 @@ class Residency(Homes):
         place = self._places[unit]
         for order in (self._recent, self._guessed, self._wanted):
             order.pop(unit, None)
-        if place.gather is not None:
-            place.gather.wait()
+        self._accept_slot(unit, place)
         under_way = place.reads + place.writes
         slot, place.slot, place.state = place.slot, None, State.HOME
         place.gather, place.ready, place.reads, place.writes = None, None, [], []
         if slot is None:
             return
         self._by_address.pop(slot.tensor.data_ptr(), None)
-        if slot is not place.home.block and slot is not place.common:
+        if self._shared is not None and slot in self._shared:
+            self._shared.give(slot, under_way)
+            self._trace("drop", unit.name)
+        elif slot is not place.home.block and slot is not place.common:
             self._slots.give(slot, under_way)
             self._trace("drop", unit.name)
 

@@ -27,6 +27,8 @@ class Slots:
     def __init__(self, arena: Arena, ledger: Ledger) -> None:
         self._arena, self._ledger = arena, ledger
         self._lock = threading.Lock()
+        self.keeps = True
+        """Whether memory that is given back stays for the next unit; where that comes rarely, it does not."""
         self._returning = 0  # slots that come back when their last request is done
 
     def take(self, unit: Unit, make_room: Callable[[], bool], *, urgent: bool) -> Block | None:
@@ -45,12 +47,8 @@ class Slots:
     ) -> Block | None:
         """The same on several ranks, which must all decide alike or their exchanges would not meet: what counts is which units
         have a slot now (``occupied``, in bytes), and not whether the disk is done with those that had one."""
-        capacity = self._arena.capacity
-        while capacity is not None and occupied() + unit.layout.nbytes > capacity:
-            if not make_room():
-                if urgent:
-                    break
-                return None
+        if not room_alike(self._arena.capacity, occupied, unit, make_room) and not urgent:
+            return None
         try:
             return self.wait_for(unit)
         except OverBudget:
@@ -64,8 +62,7 @@ class Slots:
             seconds = _WAIT if self._returning else _GRACE if self._arena.limbo_bytes else 0.0
             return self._counted(self._arena.take_or_wait(unit.layout.nbytes, seconds))
         except ArenaFull as full:
-            capacity = self._arena.capacity or 0
-            raise OverBudget("slots for units in use", unit.layout.nbytes, capacity, unit.name) from full
+            raise no_room(self._arena.capacity, unit) from full
 
     def give(self, slot: Block, under_way: Iterable[IOTicket] = ()) -> None:
         """Return a slot once what is under way in it is done."""
@@ -82,6 +79,8 @@ class Slots:
                     return
             self._ledger.remove("slots", slot.nbytes)
             self._arena.give(slot)
+            if not self.keeps:
+                self._arena.trim()
             with self._lock:
                 self._returning -= 1
 
@@ -93,6 +92,18 @@ class Slots:
     def _counted(self, slot: Block) -> Block:
         self._ledger.add("slots", slot.nbytes)
         return slot
+
+
+def room_alike(capacity: int | None, occupied: Callable[[], int], unit: Unit, make_room: Callable[[], bool]) -> bool:
+    """Whether slots of ``capacity`` bytes may hold ``unit`` beside those that have one, after others were let go if need be."""
+    while capacity is not None and occupied() + unit.layout.nbytes > capacity:
+        if not make_room():
+            return False
+    return True
+
+
+def no_room(capacity: int | None, unit: Unit) -> OverBudget:
+    return OverBudget("slots for units in use", unit.layout.nbytes, capacity or 0, unit.name)
 
 
 class SlotLease:
@@ -112,7 +123,7 @@ class SlotLease:
 class Waits(Protocol):
     """Anything that is under way."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> object: ...
 
 
 def wait_all(tickets: Iterable[Waits]) -> None:
@@ -133,14 +144,15 @@ class FromCommon:
 
 def gathering(
     unit: Unit, whole: Tensor, covers: tuple[int, int], home: Block | None, reads: Sequence[IOTicket]
-) -> Callable[[Wire, list[bytes]], None]:
+) -> Callable[[Wire, list[bytes]], Block | None]:
     """The work that makes a slot whole: this rank's part from its home (or when it has been read), the rest from others."""
     lo, hi = covers
 
-    def work(wire: Wire, _: list[bytes]) -> None:
+    def work(wire: Wire, _: list[bytes]) -> Block | None:
         wait_all(reads)
         if home is not None and not reads:
             whole[lo:hi].copy_(home.tensor[: hi - lo])
         wire.shard.gather(whole[: unit.layout.nbytes], unit.layout.cuts)
+        return None
 
     return work
