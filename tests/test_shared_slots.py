@@ -103,6 +103,54 @@ def test_a_view_that_one_rank_holds_keeps_its_memory_on_all(tmp_path: Path) -> N
     run_ranks(2, holds_a_view, str(tmp_path))
 
 
+class SlowLinear(torch.autograd.Function):
+    """Has the weight in its hands for a while before it uses it in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.seconds = seconds
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        time.sleep(ctx.seconds)
+        return grad @ weight, None, None
+
+
+class LookedAtTwice(nn.Module):
+    """Backward needs ``body`` once more after its gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.body = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, seconds: float) -> Tensor:
+        return self.body(SlowLinear.apply(self.front(x), self.body.weight.detach(), seconds))
+
+
+def slow_reader(rank: int, world: int, folder: str, transport: str) -> list[float]:
+    assembly.default_budget = lambda: None  # type: ignore[assignment, return-value]
+    torch.manual_seed(0)
+    model: nn.Module = LookedAtTwice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    comm = lowtide.Comm(bucket_bytes=0, deadline=30, transport=transport)
+    update = lowtide.Update("backward", chunk_bytes=CHUNKS)
+    lowtide.shard(model, optimizer, stage=3, units=nn.Linear, comm=comm, update=update, disk=folder)
+    losses: list[float] = []
+    for _ in range(4):
+        loss = model(torch.ones(2, WIDTH), 0.3 * rank).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_an_update_in_backward_changes_nothing_that_others_read(tmp_path: Path) -> None:
+    assert run_ranks(2, slow_reader, str(tmp_path), "shared") == run_ranks(2, slow_reader, str(tmp_path), "torch")
+
+
 class Vain(nn.Module):
     """Changes its own parameter."""
 

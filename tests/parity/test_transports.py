@@ -13,8 +13,9 @@ import lowtide
 from lowtide.api import engine_of
 from lowtide.comm.local import LocalTransport
 from lowtide.comm.transport import TorchTransport
+from lowtide.runtime.pace import Pace
 from tests.kit.dist import run_ranks
-from tests.kit.parity import Case, Recipe, assert_bitwise, check
+from tests.kit.parity import Case, Recipe, assert_bitwise, check, difference
 
 COMM = {name: lowtide.Comm(bucket_bytes=0, deadline=30, transport=name) for name in ("shared", "torch")}
 
@@ -41,6 +42,20 @@ def test_updates_inside_backward(model: str, transport: str) -> None:
     for ranks in (2, 3):
         options = (("comm", COMM[transport]), ("update", "backward"))
         check(ranks, Case(model, 3, Recipe(steps=3), options, by_hand=ranks == 3), all_but_gradients)
+
+
+def reduced_at_once(rank: int, world: int, case: Case) -> str | None:
+    """Every unit is reduced before backward goes on, so that it is updated while the graph still needs what is frozen in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "hold", lambda _, sent: [ticket.done_within(10) for ticket in sent])
+        return difference(rank, world, case, all_but_gradients)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_updates_beside_frozen_parameters(stage: int) -> None:
+    options = (("comm", COMM["shared"]), ("update", "backward"))
+    found = run_ranks(2, reduced_at_once, Case("lora", stage, Recipe(steps=3), options))
+    assert found == [None, None]
 
 
 class Layers(nn.Sequential):

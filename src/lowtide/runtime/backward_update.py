@@ -113,5 +113,6 @@ class BackwardUpdate:
             self._update.run_unit(self.optimizer, unit, grads)
         self._residency.show(unit)
         unit.version += 1
-        mark_changed(unit.params)
+        # Not those that are frozen: the graph may still need them, and they are what they were.
+        mark_changed([p for p, grad in zip(unit.params, grads, strict=True) if grad is not None])
         self._residency.accept_writes(unit)  # a unit that came on demand is still pinned here

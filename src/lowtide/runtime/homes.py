@@ -4,7 +4,8 @@ shelf, in memory or on disk. In memory, ranks of one host may have one home in c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from lowtide.comm.group import Group
 from lowtide.errors import InternalError
 from lowtide.runtime.common_homes import Arrival, CommonHomes
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.place import Place
+from lowtide.runtime.place import Place, State
 from lowtide.runtime.shared_slots import SharedSlots
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.device import Memory
@@ -22,7 +23,7 @@ from lowtide.tiers.store import Key, Store
 
 
 class Homes:
-    """The places of all units of one rank; the part of ``Residency`` that does not look at slots."""
+    """The places of all units of one rank; the part of ``Residency`` that moves nothing into slots."""
 
     def __init__(self, units: Sequence[Unit], *, group: Group, channel: Channel, memory: Memory, ledger: Ledger) -> None:
         self._units, self._group, self._channel = units, group, channel
@@ -48,6 +49,29 @@ class Homes:
         place.permanent = resident
         place.common = common.whole(unit) if common is not None and store is None else None
         self._ledger.add("parameters", self._home_bytes(unit))
+
+    def state(self, unit: Unit) -> State:
+        return self._places[unit].state
+
+    def pinned(self) -> Unit | None:
+        """A unit that somebody uses right now, if any."""
+        return next((u for u, place in self._places.items() if place.pins), None)
+
+    @contextmanager
+    def holding(self, unit: Unit) -> Generator[None]:
+        """Keep a unit's slot, which an update changes, until it is done. Brings nothing: a unit that is at home stays there."""
+        place = self._places[unit]
+        place.held = True
+        try:
+            yield
+        finally:
+            place.held = False
+
+    def held_by_others(self, unit: Unit) -> bool:
+        """Whether somebody outside uses the memory that an update of the unit would write."""
+        place = self._places[unit]
+        blocks = (place.slot or place.home.block, place.common)
+        return not place.permanent and (place.state is State.ATTACHED or any(b is not None and b.held for b in blocks))
 
     @property
     def copies(self) -> int:

@@ -105,13 +105,6 @@ class Residency(Homes):
 
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
-    def state(self, unit: Unit) -> State:
-        return self._places[unit].state
-
-    def pinned(self) -> Unit | None:
-        """A unit that somebody uses right now, if any."""
-        return next((u for u, place in self._places.items() if place.pins), None)
-
     def prefetch(self, unit: Unit) -> None:
         """Start bringing ``unit`` if it is not whole or on its way; later, if there is no slot for it now."""
         if self._places[unit].state is not State.HOME:
@@ -309,22 +302,6 @@ class Residency(Homes):
         finally:
             del bytes_
             self._host_slots.give(block, writes)
-
-    @contextmanager
-    def holding(self, unit: Unit) -> Generator[None]:
-        """Keep a unit's slot, which an update changes, until it is done. Brings nothing: a unit that is at home stays there."""
-        place = self._places[unit]
-        place.held = True
-        try:
-            yield
-        finally:
-            place.held = False
-
-    def held_by_others(self, unit: Unit) -> bool:
-        """Whether somebody outside uses the memory that an update of the unit would write."""
-        place = self._places[unit]
-        blocks = (place.slot or place.home.block, place.common)
-        return not place.permanent and (place.state is State.ATTACHED or any(b is not None and b.held for b in blocks))
 
     def move_home(self, unit: Unit, store: Store | None) -> None:
         """Between two steps: into memory (``None``) or into ``store``."""
