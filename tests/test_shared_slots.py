@@ -223,6 +223,46 @@ def test_memory_beyond_the_limit_is_given_back(tmp_path: Path) -> None:
     assert losses == unlimited
 
 
+class Unequal(nn.Module):
+    """One unit is larger than all others together, and comes first and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 40 * WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wide(x)[:, :WIDTH]
+        for block in self.blocks:
+            x = block(x)
+        return self.wide(x)
+
+
+def unequal(rank: int, world: int, folder: str, places: int | None) -> list[float]:
+    assembly.default_budget = lambda: None  # type: ignore[assignment, return-value]
+    torch.manual_seed(0)
+    model: nn.Module = Unequal()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    comm = lowtide.Comm(bucket_bytes=0, deadline=30)
+    lowtide.shard(model, optimizer, stage=3, units=nn.Linear, comm=comm, disk=folder)
+    slots = slots_of(engine_of(model))
+    assert slots is not None
+    if places is not None:
+        slots.capacity = places * max(unit.layout.nbytes for unit in engine_of(model).units)
+    losses: list[float] = []
+    for _ in range(3):
+        losses += train(model, optimizer, rank, steps=1)
+        assert slots.capacity is None or slots.taken_bytes <= slots.capacity + 4096
+    engine_of(model).residency.trim()
+    assert slots.taken_bytes <= 4096, "all of it is given back when all ranks say so"
+    assert train(model, optimizer, rank, steps=1), "and comes again"
+    return losses
+
+
+def test_units_of_different_sizes_stay_within_the_limit(tmp_path: Path) -> None:
+    assert run_ranks(2, unequal, str(tmp_path), 2) == run_ranks(2, unequal, str(tmp_path), None)
+
+
 def too_small(rank: int, world: int, folder: str) -> str:
     model, optimizer, engine = build(folder)
     slots = slots_of(engine)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
 from lowtide.api import engine_of
+from lowtide.comm import channel
 from lowtide.comm.local import LocalTransport
 from lowtide.comm.transport import TorchTransport
 from lowtide.runtime.pace import Pace
@@ -56,6 +58,32 @@ def test_updates_beside_frozen_parameters(stage: int) -> None:
     options = (("comm", COMM["shared"]), ("update", "backward"))
     found = run_ranks(2, reduced_at_once, Case("lora", stage, Recipe(steps=3), options))
     assert found == [None, None]
+
+
+def on_a_mesh(rank: int, world: int, buckets: list[int] | None) -> list[float]:
+    """``buckets``: what the ranks of each row have measured."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with pytest.MonkeyPatch.context() as patch:
+        if buckets is not None:
+            patch.setattr(TorchTransport, "bucket_bytes", buckets[rank // 2])
+            patch.setattr(channel, "_MESH_BUCKET_BYTES", 3000)
+        model = _net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        lowtide.shard(model, optimizer, stage=2, units=nn.Linear, comm=COMM["torch"], group=mesh)
+        losses: list[float] = []
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            loss = model(torch.randn(2, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        engine_of(model).group.close()
+    return losses
+
+
+def test_rows_of_a_mesh_cut_alike_whatever_they_have_measured() -> None:
+    assert run_ranks(4, on_a_mesh, [1000, 8000]) == run_ranks(4, on_a_mesh, None)
 
 
 class Layers(nn.Sequential):

@@ -45,6 +45,7 @@ _NOTE_BYTES = _HEADER_BYTES - _HEADER.size - _TEXT_BYTES
 _SLICE = 0.05  # seconds a caller sleeps at most before it looks up
 _NEWS = 1.0  # seconds a closed connection is given to be explained by the watch
 _LAST_WORDS = 0.3  # seconds that work may take to come to its own end after a failure has become known
+_MESH_BUCKET_BYTES = 16 << 20
 _DRAIN = 5.0  # seconds that closing waits for work under way
 
 
@@ -67,6 +68,12 @@ class Wire:
     shard: Transport
     replicate: Transport
     world: Transport
+
+    @property
+    def bucket_bytes(self) -> int:
+        """How many bytes of a reduction are handled at once, on all ranks. Rows of a mesh measure by themselves; where their
+        sums are added up in between, all must cut alike."""
+        return self.shard.bucket_bytes if self.replicate.size == 1 else _MESH_BUCKET_BYTES
 
     def abort(self) -> None:
         """End every pending exchange, from any thread."""

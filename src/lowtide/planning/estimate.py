@@ -230,7 +230,9 @@ def working_of(
     reductions = 0 if world_size == 1 else 1 if windows else 2
     reduction = reductions * max((u.reduction for u in units), default=0)
     if windows:  # they are as large as a bucket; what is put on shelves is reduced chunk by chunk, one of every rank
-        reduction = min(reduction, max(WINDOW_BYTES, world_size * chunk_bytes if slots else 0))
+        reduction = min(
+            reduction, max(WINDOW_BYTES, world_size * chunk_bytes * kinds.reduction // kinds.parameters if slots else 0)
+        )
     chunk = chunk_bytes * kinds.total // kinds.parameters
     largest_update = max((u.optimizer + u.gradients for u in units), default=0)
     buffers = min(largest_update + 2 * chunk, 8 * chunk) if slots else 0

@@ -1,5 +1,6 @@
 """How the reduction of a unit is cut into buckets: a few of every rank's elements at a time, so that the buffers of a reduction
-are as large as a bucket and not as the largest unit. Sums are elementwise, so that no cut changes a bit.
+are as large as a bucket and not as the largest unit. Sums are elementwise, and so are the codecs that exist, so that no cut
+changes a bit.
 
 Gradients on a shelf are put there chunk by chunk: a bucket is then one chunk of every rank, or chunks would be read again.
 """
@@ -38,7 +39,8 @@ def even_buckets(layout: UnitLayout, chosen: Sequence[int], *, most: int) -> lis
 def chunk_buckets(chunks: Sequence[Sequence[Chunk]], chosen: Collection[int]) -> list[Bucket]:
     """The parameters ``chosen`` in buckets of one chunk of each rank; ``chunks[r]``: those of rank ``r``."""
     rows = [[[Piece(p.index, p.lo, p.hi) for p in c.parts if p.index in chosen] for c in mine] for mine in chunks]
-    return [[row[k] if k < len(row) else [] for row in rows] for k in range(max(map(len, rows)))]
+    buckets = [[row[k] if k < len(row) else [] for row in rows] for k in range(max(map(len, rows)))]
+    return [bucket for bucket in buckets if any(bucket)] or buckets[:1]
 
 
 def numel(pieces: Sequence[Piece]) -> int:

@@ -135,6 +135,11 @@ class Homes:
         if self._common is not None:
             self._channel.run(Label("meet", -1, "before values are replaced"), lambda _, __: None)
 
+    def trim(self) -> None:
+        """Between two steps, on all ranks: slots that ranks have in common may have become larger than they will be."""
+        if self._shared is not None:
+            self._channel.run(Label("trim", -1, "shared slots"), self._shared.giving_back())
+
     def may_update(self, unit: Unit, *, wait: bool) -> bool:
         """Whether this rank's part may be changed inside a backward pass: no rank of this host reads it any more."""
         place = self._places[unit]

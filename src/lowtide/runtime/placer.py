@@ -313,6 +313,7 @@ class Placer:
         self._move_to(placement, shelves)
         self.why = why.words
         self._trim_arenas()
+        shelves.residency.trim()
 
     def _if_it_pays(self, needs: Needs, why: Reason, peak: int, new: tuple[Placement, Forecast]) -> tuple[Placement, Forecast]:
         """``new``, or all as it is if what that saves does not pay for the bytes that would move."""

@@ -58,7 +58,7 @@ class Reduction:
             if by_chunks:
                 buckets = chunk_buckets(unit.chunks_by_rank, chosen)
             else:
-                buckets = even_buckets(unit.layout, chosen, most=wire.shard.bucket_bytes // dtype.itemsize)
+                buckets = even_buckets(unit.layout, chosen, most=wire.bucket_bytes // dtype.itemsize)
             flats = {i: None if (g := locals_[i]) is None else flat_view(g, unit.layout.params[i].stride) for i in chosen}
             for i in chosen:
                 locals_[i] = None  # the memory goes as soon as the last of it is packed
@@ -67,7 +67,7 @@ class Reduction:
                 last = number == len(buckets) - 1
                 for segments in self._of_bucket(wire, bucket, dtype, flats, last=last):
                     kept |= {segment.index for segment in segments}
-                    nothing = torch.empty(0, dtype=dtype)
+                    nothing = torch.empty(0, dtype=dtype, device=unit.params[0].device)
                     yield segments + [Segment(i, 0, 0, nothing) for i in chosen if last and i not in kept]
 
     def _of_bucket(

@@ -385,7 +385,7 @@ class Residency(Homes):
             return
         self._by_address.pop(slot.tensor.data_ptr(), None)
         if self._shared is not None and slot in self._shared:
-            self._shared.give(slot, under_way)
+            self._shared.give(slot)
             self._trace("drop", unit.name)
         elif slot is not place.home.block and slot is not place.common:
             self._slots.give(slot, under_way)

@@ -25,7 +25,7 @@ from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.arena import Block
 from lowtide.tiers.shelf import Shelf
-from lowtide.tiers.store import IOTicket, Priority
+from lowtide.tiers.store import Priority
 
 _GRACE = 25  # looks at whether a view of a unit is gone that keeps its memory from being used again
 _BETWEEN_LOOKS = 0.02  # seconds
@@ -45,12 +45,14 @@ class SharedSlots:
         self._end = SharedSlots.nbytes(units) // PAGE
         self._held: dict[Block, Range] = {}
         self._let_go: set[Block] = set()  # of those, what only views from outside keep
+        self._touched: list[Range] = []  # what may have memory; true on the rank that gives it back
         self._lock = threading.Lock()
 
     @staticmethod
     def nbytes(units: Sequence[Unit]) -> int:
-        """Room for everything at once; none of it is taken before it is used."""
-        return sum(pages(unit.layout.nbytes) for unit in units)
+        """Room for everything at once, and as much again twice, so that there is always a gap large enough for what may be
+        there; none of it is taken before it is used."""
+        return 3 * sum(pages(unit.layout.nbytes) for unit in units)
 
     @property
     def sharers(self) -> int:
@@ -84,28 +86,29 @@ class SharedSlots:
 
         return work
 
-    def give(self, slot: Block, under_way: Iterable[IOTicket]) -> None:
-        """This rank needs the slot no more, once what is under way in it is done."""
-        waiting = [ticket for ticket in under_way if not ticket.done]
-        left = len(waiting)
+    def give(self, slot: Block) -> None:
+        """This rank needs the slot no more."""
         self._ledger.remove("slots", slot.nbytes // self.sharers)
+        with self._lock:
+            self._let_go.add(slot)
 
-        def done() -> None:
-            nonlocal left
-            with self._lock:
-                left -= 1
-                if left <= 0:
-                    self._let_go.add(slot)
+    def giving_back(self) -> Callable[[Wire, list[bytes]], None]:
+        """The work that returns all memory of slots that no rank uses to the operating system."""
 
-        if not waiting:
-            done()
-        for ticket in waiting:
-            ticket.on_done(done)
+        def work(wire: Wire, _: list[bytes]) -> None:
+            local = cast("HostTransport", wire.shard).local
+            held = self._everybody_holds(local)
+            if local.rank == 0:
+                self._give_back(held)
+            local.all_gather_small(torch.zeros(1))  # nobody goes on while it is under way
+
+        return work
 
     def _take(self, local: Transport, unit: Unit) -> Block:
         """Collective over the ranks of this host."""
         nbytes = unit.layout.nbytes
         needed = pages(nbytes) // PAGE
+        held: list[Range] = []
         for _ in range(_GRACE):
             held = self._everybody_holds(local)
             first = first_gap(held, needed, self._end)
@@ -113,9 +116,10 @@ class SharedSlots:
                 break
             time.sleep(_BETWEEN_LOOKS)
         else:
-            raise OverBudget("slots for units in use", nbytes, self._end * PAGE, unit.name)
+            raise OverBudget("slots for units in use", nbytes, self._end * PAGE - _size(held) * PAGE, unit.name)
         taken = (first, first + needed)
-        if local.rank == 0:
+        self._touched = merged([*self._touched, taken])
+        if local.rank == 0 and self.capacity is not None and _size(self._touched) * PAGE > self.capacity:
             self._give_back(merged([*held, taken]))
         slot = Block.over(self._memory.segment.tensor(first * PAGE, nbytes))
         with self._lock:
@@ -130,19 +134,21 @@ class SharedSlots:
                 del self._held[slot]
             mine = list(self._held.values())
         if len(mine) > self._most_held:
-            raise OverBudget("slots for units in use", len(mine), self._most_held, "views of units that were released")
+            raise OverBudget("slots for units in use", _size(mine) * PAGE, self._end * PAGE, "views of units long released")
         table = torch.zeros(self._most_held, 2, dtype=torch.int32)
         table[: len(mine)] = torch.tensor(mine, dtype=torch.int32).view(-1, 2)
         rows: list[list[int]] = local.all_gather_small(table).view(-1, 2).tolist()
         return merged([(first, end) for first, end in rows])
 
-    def _give_back(self, used: Sequence[Range]) -> None:
-        """Return what nobody uses to the operating system, if slots have become larger than they may be."""
-        in_use = sum(end - first for first, end in used) * PAGE
-        if self.capacity is None or self.taken_bytes <= max(self.capacity, in_use) + PAGE:
-            return
+    def _give_back(self, used: list[Range]) -> None:
+        """Return what is not ``used`` to the operating system. On one rank of a host, while all of them wait for it."""
         for first, end in gaps(used, self._end):
             self._memory.segment.give_back(first * PAGE, (end - first) * PAGE)
+        self._touched = used
+
+
+def _size(ranges: Sequence[Range]) -> int:
+    return sum(end - first for first, end in ranges)
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
