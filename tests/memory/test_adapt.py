@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,8 +133,9 @@ def test_a_throttled_disk_changes_the_placement_and_no_bit(
         throttled[0].seconds = 0.0
         losses += [step(model, optimizer, i) for i in range(10, 16)]
     assert losses == expected
-    speeds = [r.message for r in caplog.records if "the disk gives" in r.message]
-    assert any(float(m.split("gives ")[1].split()[0]) < 0.5 for m in speeds), caplog.text
+    # Where moving does not pay on the slow disk, that it was slow is told when it is fast again: "0.9 GB/s instead of 0.2".
+    told = [re.search(r"gives ([\d.]+) GB/s instead of ([\d.]+)", r.message) for r in caplog.records]
+    assert any(min(map(float, found.groups())) < 0.5 for found in told if found), caplog.text
     limit = engine_of(model).budget.limit
     assert limit is not None
     assert engine_of(model).budget.peak <= limit

@@ -45,8 +45,8 @@ _NOTE_BYTES = _HEADER_BYTES - _HEADER.size - _TEXT_BYTES
 _SLICE = 0.05  # seconds a caller sleeps at most before it looks up
 _NEWS = 1.0  # seconds a closed connection is given to be explained by the watch
 _LAST_WORDS = 0.3  # seconds that work may take to come to its own end after a failure has become known
-_MESH_BUCKET_BYTES = 16 << 20
 _DRAIN = 5.0  # seconds that closing waits for work under way
+_MESH_BUCKET_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)

@@ -352,11 +352,10 @@ class Placer:
     def _unused_room(self) -> int:
         """What the arenas may still take and have not taken yet."""
         slots, buffers, shared = self._memory.slots, self._memory.buffers, self.shared_slots
+        of_buffers = _unused(buffers.capacity, buffers.reserved_bytes)
         if shared is None:
-            return _unused(slots.capacity, slots.reserved_bytes) + _unused(buffers.capacity, buffers.reserved_bytes)
-        return _unused(shared.capacity, shared.taken_bytes) // shared.sharers + _unused(
-            buffers.capacity, buffers.reserved_bytes
-        )
+            return of_buffers + _unused(slots.capacity, slots.reserved_bytes)
+        return of_buffers + _unused(shared.capacity, shared.taken_bytes) // shared.sharers
 
     def buffers_within_room(self) -> None:
         """Updates that were put off run beside activations: their buffers take what those leave, two chunks at least."""
