@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import time
 from typing import Any
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowtide.comm import Group, Label, TorchTransport, Wire, links
-from lowtide.comm.codec import BF16
+from lowtide.comm.codec import BF16, EXACT
 from lowtide.comm.measuring import RAIL, SIZES, TRIES, measure
 from lowtide.comm.transport import LinkBroken
 from lowtide.comm.tuning import ALL_GATHER, BROADCASTS, EXCHANGE, HALVING, MOST_BUCKET_BYTES, Choice, Tuning
@@ -49,13 +50,24 @@ GATHERS = [{BROADCASTS: 3e-4, ALL_GATHER: 1e-4, EXCHANGE: 1e-4}, {BROADCASTS: 3e
 REDUCES = [{BROADCASTS: 1e-4, ALL_GATHER: 1e-4, EXCHANGE: 9e-4 / (r + 1), HALVING: 1e-4 * (r + 2)} for r in range(4)]
 
 
+class Never(BF16):
+    """What a codec does is not the network's."""
+
+    def encode(self, *given: Any) -> None:
+        raise AssertionError("encoded")
+
+
 def measured(rank: int, size: int, costs: list[Costs]) -> tuple[Tuning, int]:
     with transport(TORCH) as over:
         assert isinstance(over, TorchTransport)
         clock = Clock(over, costs[rank])
         before = over.tuning
+        codec = Never()
+        over.use_codec(codec)
         found = measure(over, over, over.candidates, clock)
         assert over.tuning == before, "measuring changes nothing by itself"
+        assert over.codec is codec
+        over.use_codec(EXACT)
         assert over.buffer_bytes == 0
         assert over.crossing_seconds == 0
         del over.gather, over.reduced  # as they were
@@ -124,7 +136,6 @@ def counted(how: str, mesh: tuple[int, int] | None, codec: str) -> tuple[int, li
 
     def spy(over: TorchTransport, *rest: Any) -> Tuning:
         calls.append(over)
-        assert over._codec.name == "exact", "what a codec does is not the network's"
         made = TUNINGS[BY_HALVING] if over.size == 4 else TUNINGS[TORCH]
         return Tuning(made.gather, made.reduce, 1.0, 1.0, (1 << 20) + over.size)
 
@@ -138,7 +149,7 @@ def counted(how: str, mesh: tuple[int, int] | None, codec: str) -> tuple[int, li
     def look(wire: Wire, notes: list[bytes]) -> list[Any]:
         axes = (wire.shard, wire.replicate, wire.world)
         return [
-            (axis.bucket_bytes, axis.tuning.reduce == TUNINGS[BY_HALVING].reduce, axis._codec.name)
+            (axis.bucket_bytes, axis.tuning.reduce == TUNINGS[BY_HALVING].reduce, axis.codec.name)
             for axis in axes
             if isinstance(axis, TorchTransport)
         ]
@@ -162,33 +173,56 @@ def test_measured_once_per_set_of_ranks() -> None:
         assert shared == (0, [])
 
 
-def failing(rank: int, size: int) -> list[str]:
-    def broken(text: str) -> Callable[..., Tuning]:
-        def measure(*rest: Any) -> Tuning:
-            raise LinkBroken(text)
-
-        return measure
-
-    told: list[str] = []
+def hanging(rank: int, size: int, who: int) -> tuple[str, str]:
+    """Rank ``who`` does not come out of a measurement."""
     real = links.measure
-    for text in ("closed by peer", "timed out"):
-        links.measure = broken(text)
-        group = Group.join(None, deadline=5, transport="torch")
-        try:
+
+    def late(*given: Any) -> Tuning:
+        if rank == who:
+            time.sleep(3)
+        return real(*given)
+
+    links.measure = late
+    group = Group.join(None, deadline=1, transport="torch")
+    error: PeerFailed | DeadlineExceeded | None = None
+    try:
+        group.channel("one")
+    except (PeerFailed, DeadlineExceeded) as raised:
+        error = raised
+    finally:
+        links.measure = real
+    group.close()
+    assert error is not None
+    return type(error).__name__, error.report
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_hangs_meanwhile_is_in_everybody_s_report(who: int) -> None:
+    ends = run_ranks(3, hanging, who)
+    assert "DeadlineExceeded" in [name for name, _ in ends]
+    for _, report in ends:
+        assert "measure of 'the network'" in report.splitlines()[0]
+        assert re.search(r"lowtide-one: .* in late$", report, re.MULTILINE), "where the rank that hangs is"
+
+
+def losing(rank: int, size: int) -> str:
+    def broken(*given: Any) -> Tuning:
+        raise LinkBroken("closed by peer")
+
+    real, links.measure = links.measure, broken
+    group = Group.join(None, deadline=5, transport="torch")
+    try:
+        with pytest.raises(PeerFailed) as caught:
             group.channel("one")
-        except (PeerFailed, DeadlineExceeded) as error:
-            told.append(f"{type(error).__name__}: {error}")
-        finally:
-            links.measure = real
-        group.close()
-    return told
+    finally:
+        links.measure = real
+    group.close()
+    return str(caught.value)
 
 
-def test_a_rank_that_is_lost_meanwhile_has_a_name() -> None:
-    for closed, late in run_ranks(2, failing):
-        assert closed.startswith("PeerFailed")
-        assert "measuring the network" in closed
-        assert late.startswith("DeadlineExceeded")
+def test_a_connection_that_is_lost_meanwhile_is_told() -> None:
+    for text in run_ranks(2, losing):
+        assert "measure of 'the network'" in text
 
 
 def really(rank: int, size: int) -> tuple[Tuning, list[str]]:

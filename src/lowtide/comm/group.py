@@ -117,6 +117,9 @@ class Group:
             wire = self._links.wire(f"{name}/{len(self._channels)}")
         channel = Channel(name, wire, watch=self.watch, deadline=self.deadlines)
         self._channels.append(channel)
+        if self._links is not None and self._links.untuned:
+            links = self._links
+            channel.run(Label("measure", -1, "the network"), lambda wire, notes: links.tune())
         return channel
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from lowtide.comm.local import LocalTransport, open_together
 from lowtide.comm.measuring import RAIL, Candidates, measure
 from lowtide.comm.processes import this_host
 from lowtide.comm.shared import CannotShare, Segment
-from lowtide.comm.transport import Alone, LinkBroken, TorchTransport, Transport
+from lowtide.comm.transport import Alone, TorchTransport, Transport
 from lowtide.comm.tuning import Tuning
 from lowtide.comm.two_level import TwoLevel
 from lowtide.errors import ArgumentError, DeadlineExceeded, Mismatch, PeerFailed
@@ -74,6 +74,16 @@ class CommonMemory:
     """The shards, by their rank on the shard axis, that this rank puts into it: its own, and its rail's on other hosts."""
 
 
+@dataclass(frozen=True)
+class _Untuned:
+    """A new connection: what it is known by, itself, the ranks that measure it together, and what to choose among."""
+
+    key: tuple[str, tuple[int, ...]]
+    over: TorchTransport
+    everyone: Transport
+    candidates: Candidates
+
+
 class Links:
     """Makes the connections of one job. Names are unique per job, members and join."""
 
@@ -102,6 +112,7 @@ class Links:
         self._locals: list[LocalTransport] = []
         self._segments: list[Segment] = []
         self._tunings: dict[tuple[str, tuple[int, ...]], Tuning] = {}  # by kind of connection and ranks
+        self._untuned: list[_Untuned] = []
         self._crossing: list[TwoLevel | TorchTransport] = []  # those that add up numbers of several hosts
         self._hosts = self._ask_for_hosts(transport)
         self._shares = self._can_share(transport)
@@ -120,6 +131,19 @@ class Links:
             replicate=self._transport(f"{name}/replicate{self._shard.rank}", column),
             world=world,
         )
+
+    @property
+    def untuned(self) -> bool:
+        """Whether connections have been made of which nobody knows how they are best used. The same on all ranks: if the ranks
+        of one row have such a connection, so has the world."""
+        return bool(self._untuned)
+
+    def tune(self) -> None:
+        """Collective: measure those. Work for a channel, so that it has a deadline and a hang has a name."""
+        for new in self._untuned:
+            self._tunings[new.key] = measure(new.over, new.everyone, new.candidates)
+            new.over.tune(self._tunings[new.key])
+        self._untuned.clear()
 
     def gloo(self, name: str, ranks: Sequence[int]) -> Any:
         """A bare gloo backend: unlike ``new_group`` it needs neither equal numbers of groups on all ranks nor a registry."""
@@ -252,16 +276,14 @@ class Links:
             return Alone()
         if self._members.backend != "gloo":
             device = _device_of(self._members.backend)
-            over = TorchTransport(self._torch_group(ranks), device=device)
+            over = TorchTransport(self._torch_group(ranks), codec=self._codec, device=device)
             if device.type == "cpu":  # elsewhere a wait ends before the bytes are there, and a clock would say nothing
                 self._tune(over, over, over.candidates, ranks)
-            over.use_codec(self._codec)
             return over
         hosts = self._by_host(ranks)
         if not self._shares or not _regular(hosts):
-            over = TorchTransport(self.gloo(name, ranks))
+            over = TorchTransport(self.gloo(name, ranks), codec=self._codec)
             self._tune(over, over, over.candidates, ranks)
-            over.use_codec(self._codec)
             self._crossing += [over] if len(hosts) > 1 else []
             return over
         here = next(host for host in hosts if dist.get_rank() in host)
@@ -284,19 +306,13 @@ class Links:
         return two_level
 
     def _tune(self, over: TorchTransport, everyone: Transport, candidates: Candidates, ranks: tuple[int, ...]) -> None:
-        """Collective over ``everyone``, of which ``over`` connects all or some: how to use it. Measured once, when these ranks
-        are first connected in this way."""
+        """How to use ``over``, which connects all of ``everyone`` or some: as these ranks have measured when they were first
+        connected in this way. If they have not, they will."""
         key = (type(everyone).__name__, ranks)
-        found = self._tunings.get(key)
-        if found is None:
-            try:
-                found = self._tunings[key] = measure(over, everyone, candidates)
-            except LinkBroken as error:
-                if error.timed_out:
-                    waited = self._timeout.total_seconds()
-                    raise DeadlineExceeded(f"ranks {list(ranks)} to measure the network", waited) from error
-                raise PeerFailed(-1, f"a connection was lost ({error})", "measuring the network") from error
-        over.tune(found)
+        if key in self._tunings:
+            over.tune(self._tunings[key])
+        else:
+            self._untuned.append(_Untuned(key, over, everyone, candidates))
 
     def _torch_group(self, ranks: Sequence[int]) -> ProcessGroup:
         new_group = cast("Callable[..., ProcessGroup]", getattr(dist, "new_group"))  # noqa: B009 - it has no types

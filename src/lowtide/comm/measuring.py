@@ -1,4 +1,4 @@
-"""How fast some ranks talk, by algorithm and size: measured once, when they have just been connected.
+"""How fast some ranks talk, by algorithm and size: measured once, as the first work of the first channel that connects them.
 
 [Note: bounded] It starts small. A larger size is tried only if the last one, scaled, would be over in a moment, and everything
 ends with the first exchange that took long, or that was over when all together had. Every algorithm has been tried once by
@@ -18,6 +18,7 @@ from statistics import median
 
 import torch
 
+from lowtide.comm.codec import EXACT
 from lowtide.comm.transport import TorchTransport, Transport
 from lowtide.comm.tuning import EXCHANGE, Choice, Tuning, bucket_bytes, choose, fixed_and_speed
 
@@ -48,7 +49,8 @@ def measure(
 ) -> Tuning:
     """Collective over ``everyone``: the ranks of ``over`` itself, or of all rails that work side by side with it. Reductions
     are timed even where there is one way only, because buckets are sized by them."""
-    before = over.tuning
+    before, codec = over.tuning, over.codec
+    over.use_codec(EXACT)  # how long it takes to encode is not the network's
     verbs = sorted(candidates, reverse=True)  # reductions first: most depends on them
     timed = {(verb, name): dict[int, float]() for verb in verbs for name in candidates[verb] if _needed(verb, candidates)}
     began, late = clock(), False
@@ -81,6 +83,7 @@ def measure(
         if late or quickest * larger / nbytes > ONE_SECONDS:
             break
     over.tune(before)
+    over.use_codec(codec)
     over.forget()
     found = _tuning(timed, before, rails=everyone.size // over.size)
     if everyone.rank == 0:

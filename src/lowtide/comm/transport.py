@@ -168,7 +168,8 @@ class TorchTransport:
     def __init__(self, process_group: Any, *, codec: Codec = EXACT, device: torch.device | None = None) -> None:
         # ``Any``: a ProcessGroup and a bare backend such as ProcessGroupGloo have these calls in common but no base class.
         self._pg = process_group
-        self._codec = codec
+        self.codec = codec
+        """How numbers travel."""
         self._device = device if device is not None else torch.device("cpu")
         self._scratch: dict[str, Tensor] = {}  # grown to the largest reduction and reused
         self.rank: int = process_group.rank()
@@ -215,10 +216,10 @@ class TorchTransport:
     def gather_numbers(self, values: Tensor, counts: Sequence[int]) -> None:
         check_counts("gathered", values, counts, self.size)
         with self._under_way():
-            if self._codec is EXACT:
+            if self.codec is EXACT:
                 self.gather(as_bytes(values), [end * values.itemsize for end in accumulate(counts, initial=0)])
             else:
-                share_encoded(self, self._codec, values.split(list(counts)))
+                share_encoded(self, self.codec, values.split(list(counts)))
 
     @contextmanager
     def reduced(
@@ -228,7 +229,7 @@ class TorchTransport:
         send = self.scratch("send", sum(counts) * dtype.itemsize).view(dtype)
         fill(send)
         # A codec rounds what is sent. Halving sends sums of sums: it would round at every hop, and other numbers.
-        if self._codec is EXACT and self.tuning.reduce.at(send.nbytes) == HALVING:
+        if self.codec is EXACT and self.tuning.reduce.at(send.nbytes) == HALVING:
             total = halved_sum(self, send, counts)
         else:
             total = self._exchanged_sum(send, counts)
@@ -244,7 +245,7 @@ class TorchTransport:
         mine = counts[self.rank]
         recv = self.scratch("recv", mine * self.size * send.itemsize).view(send.dtype)
         with self._under_way():
-            exchange_encoded(self, self._codec, send, counts, recv, [mine] * self.size)
+            exchange_encoded(self, self.codec, send, counts, recv, [mine] * self.size)
         return tree_sum([recv[k * mine : (k + 1) * mine] for k in range(self.size)])
 
     def swap(self, peer: int, give: Tensor, get: Tensor) -> None:
@@ -267,7 +268,7 @@ class TorchTransport:
 
     def use_codec(self, codec: Codec) -> None:
         """From the next reduction on; none may be under way on any rank."""
-        self._codec = codec
+        self.codec = codec
 
     @property
     def buffer_bytes(self) -> int:
