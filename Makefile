@@ -14,7 +14,7 @@ help:
 	@echo "make run    set up and show what lowtide does, about two minutes after the download"
 	@echo "make test   set up and run all tests"
 	@echo "make check  lint, types, unit and property tests: under two minutes, before every commit"
-	@echo "make shake  all tests, while disks and other ranks are late by chance"
+	@echo "make shake  all tests, while disks and other ranks are late by chance, with new random examples"
 	@echo "make soak   the full products and long runs"
 	@echo "make clean  remove what the other targets made, the virtual environment included"
 
@@ -31,7 +31,7 @@ check: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -q $(wildcard tests/unit tests/property) tests/test_source_rules.py $(ARGS)
 
 shake: $(VENV)/.installed-dev
-	@PYTHONPATH=$(CURDIR)/tests/kit/shaken $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@HYPOTHESIS_PROFILE=new PYTHONPATH=$(CURDIR)/tests/kit/shaken $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 soak: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -m soak --timeout 1800 $(ARGS)

@@ -7,10 +7,16 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from tests.kit.dist import close_pools, seed_all
+
+# The same examples in every run, so that what fails was broken by the change; `make shake` looks for new ones.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("new", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(autouse=True)

@@ -105,6 +105,7 @@ class PeerFailed(Error, RuntimeError):
     """Another rank failed or left; raised on every rank that is still alive."""
 
     rank: int
+    """Its number; -1 if a connection was lost and nobody could be asked whose."""
     cause: str
     waiting_for: str
     report: str = ""
@@ -112,7 +113,8 @@ class PeerFailed(Error, RuntimeError):
 
     def __str__(self) -> str:
         where = f" (this rank was at {self.waiting_for})" if self.waiting_for else ""
-        return f"rank {self.rank} failed: {self.cause}{where}"
+        who = f"rank {self.rank}" if self.rank >= 0 else "another rank"
+        return f"{who} failed: {self.cause}{where}"
 
 
 @dataclass(eq=False)

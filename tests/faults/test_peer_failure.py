@@ -10,13 +10,14 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lowtide.comm import Group, Label, Wire
-from lowtide.errors import PeerFailed
+from lowtide.comm import Group, Label, Wire, links
+from lowtide.errors import DeadlineExceeded, PeerFailed
 from tests.kit.dist import RanksFailed, run_ranks
 
 LIMIT = 2.0  # seconds from the failure of one rank to the error on another
@@ -120,6 +121,38 @@ def test_one_cause_is_named_by_all() -> None:
     for rank, error in enumerate(caught.value.errors):
         assert error is not None
         assert ("KeyError: 'first'" if rank == 2 else "rank 2 failed: KeyError: 'first'") in error
+
+
+def while_connecting(rank: int, world_size: int) -> list[str]:
+    """A channel cannot be opened because rank 1 goes; gloo itself says only that something was closed, or late."""
+
+    def refuse(text: str) -> Any:
+        def connect(*given: Any) -> None:
+            raise RuntimeError(text)
+
+        return connect
+
+    told = []
+    real = links.gloo_options
+    for text in ("Connection closed by peer", "Timed out waiting for a connection"):
+        group = Group.join(None, deadline=20, transport="torch")
+        links.gloo_options = refuse(text)
+        try:
+            if rank == 1:
+                group.watch.report(ValueError("first"))
+            with pytest.raises((PeerFailed, DeadlineExceeded)) as caught:
+                group.channel("one")
+        finally:
+            links.gloo_options = real
+        told.append(str(caught.value))
+        group.close()
+    return told
+
+
+def test_a_failure_while_ranks_connect_is_told_as_what_it_is() -> None:
+    closed, late = run_ranks(2, while_connecting)[0]
+    assert closed == "rank 1 failed: ValueError: first (this rank was at opening 'one/0/world')"
+    assert late.startswith("no answer for ranks [0, 1] to open 'one/0/world' within 25 s")
 
 
 SCRIPT = """

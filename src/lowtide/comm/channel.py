@@ -28,7 +28,7 @@ from torch import Tensor
 from lowtide.comm.deadlines import Deadlines
 from lowtide.comm.hang import COMES, DONE, MOVES, Place
 from lowtide.comm.transport import Alone, LinkBroken, Transport
-from lowtide.comm.watch import Watch
+from lowtide.comm.watch import NEWS, Watch
 from lowtide.errors import Error, InternalError, Mismatch, PeerFailed, Refused
 
 T = TypeVar("T")
@@ -43,7 +43,6 @@ _HEADER = struct.Struct("<QqQIB")  # hash of the label, unit, sequence number, b
 _TEXT_BYTES = 96
 _NOTE_BYTES = _HEADER_BYTES - _HEADER.size - _TEXT_BYTES
 _SLICE = 0.05  # seconds a caller sleeps at most before it looks up
-_NEWS = 1.0  # seconds a closed connection is given to be explained by the watch
 _LAST_WORDS = 0.3  # seconds that work may take to come to its own end after a failure has become known
 _DRAIN = 5.0  # seconds that closing waits for work under way
 _MESH_BUCKET_BYTES = 16 << 20
@@ -216,7 +215,7 @@ class Channel:
             return
         if not agreed:
             for rank, when in self._watch.left().items():
-                if now - max(when, since) > _NEWS:
+                if now - max(when, since) > NEWS:
                     self._break(PeerFailed(rank, "left in good order while others still needed it", str(label)))
                     self._raise_cause(label)
         waited = now - max(self._progress, since)
@@ -292,7 +291,7 @@ class Channel:
             return _seen_from(self._cause, label)
         if broken.timed_out and self._watch.failure is None:
             return self._overdue(label, time.monotonic() - self._progress)
-        failure = self._watch.await_news(_NEWS)
+        failure = self._watch.await_news(NEWS)
         if failure is not None:
             return PeerFailed(failure.rank, failure.cause, str(label), failure.report)
         for rank in self._watch.left():

@@ -18,8 +18,8 @@ from lowtide.comm.deadlines import Deadlines
 from lowtide.comm.launched import join_if_launched
 from lowtide.comm.links import Axis, CommonMemory, Links, Members
 from lowtide.comm.transport import Alone
-from lowtide.comm.watch import Watch
-from lowtide.errors import ArgumentError, Refused
+from lowtide.comm.watch import NEWS, Watch
+from lowtide.errors import ArgumentError, PeerFailed, Refused
 
 _ALLOWED = "allowed: a ProcessGroup, a DeviceMesh of one (shard) or two (replicate, shard) dimensions, or None"
 
@@ -112,15 +112,24 @@ class Group:
         """Collective: every rank opens the same channels in the same order."""
         if self._closed:
             raise Refused(f"channel {name!r} was asked for after the group was closed; shard the model again.")
-        wire = Wire(Alone(), Alone(), Alone())
-        if self._links is not None:
-            wire = self._links.wire(f"{name}/{len(self._channels)}")
+        wire = self._open(f"{name}/{len(self._channels)}")
         channel = Channel(name, wire, watch=self.watch, deadline=self.deadlines)
         self._channels.append(channel)
         if self._links is not None and self._links.untuned:
             links = self._links
             channel.run(Label("measure", -1, "the network"), lambda wire, notes: links.tune())
         return channel
+
+    def _open(self, name: str) -> Wire:
+        if self._links is None:
+            return Wire(Alone(), Alone(), Alone())
+        try:
+            return self._links.wire(name)
+        except PeerFailed as lost:
+            told = self.watch.await_news(NEWS)
+            if told is None:
+                raise
+            raise PeerFailed(told.rank, told.cause, lost.waiting_for, told.report) from lost
 
     def close(self) -> None:
         """End the channels and tell the others that this rank left in good order. Idempotent."""

@@ -30,7 +30,7 @@ from lowtide.comm.local import LocalTransport, open_together
 from lowtide.comm.measuring import RAIL, Candidates, measure
 from lowtide.comm.processes import this_host
 from lowtide.comm.shared import CannotShare, Segment
-from lowtide.comm.transport import Alone, TorchTransport, Transport
+from lowtide.comm.transport import Alone, LinkBroken, TorchTransport, Transport
 from lowtide.comm.tuning import Tuning
 from lowtide.comm.two_level import TwoLevel
 from lowtide.errors import ArgumentError, DeadlineExceeded, Mismatch, PeerFailed
@@ -153,7 +153,9 @@ class Links:
             return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), options)
         except RuntimeError as error:
             _log.error("ranks %s could not connect for %r: %s", list(ranks), name, error)
-            raise DeadlineExceeded(f"ranks {list(ranks)} to open {name!r}", self._timeout.total_seconds()) from error
+            if LinkBroken(str(error)).timed_out:
+                raise DeadlineExceeded(f"ranks {list(ranks)} to open {name!r}", self._timeout.total_seconds()) from error
+            raise PeerFailed(-1, f"a connection was lost ({error})", f"opening {name!r}") from error
 
     @property
     def host_ranks(self) -> tuple[int, ...]:

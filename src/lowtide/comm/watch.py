@@ -54,6 +54,8 @@ _REPORT = 1.5  # seconds after which a rank that has heard from no centre makes 
 # A rank whose program does not come back to lowtide within this time after a hang is ended: the others have gone.
 _LAST_RESORT = 30.0
 
+NEWS = 1.0
+"""Seconds that a closed connection is given to be explained by the watch."""
 DIED = "ended without a word: killed, or crashed"
 
 
