@@ -140,6 +140,7 @@ def in_file(tensor: Tensor, folder: Path | str = "/") -> bool:
 
 
 def test_large_parameters_live_in_files_without_a_name(tmp_path: Path) -> None:
+    gc.collect()  # what others left closes its files now, or not before the end
     handles = len(os.listdir("/proc/self/fd"))
     with lowtide.deferred(disk=tmp_path):
         model = transformer()
@@ -147,7 +148,7 @@ def test_large_parameters_live_in_files_without_a_name(tmp_path: Path) -> None:
     large = [p for p in model.parameters() if p.nbytes >= LARGE]
     assert len(large) >= 8
     assert all(in_file(p, tmp_path) for p in large)
-    assert len(os.listdir("/proc/self/fd")) == handles, "a file per tensor, but no handle"
+    assert len(os.listdir("/proc/self/fd")) <= handles, "a file per tensor, but no handle"
     assert not list(tmp_path.iterdir()), "nothing is left behind, whatever happens to the process"
     del model, large
     gc.collect()
@@ -415,7 +416,7 @@ print((peak_bytes() - base) >> 20)
 def build(how: str, folder: Path, group: str = "") -> subprocess.CompletedProcess[str]:
     """Build 624 MiB of parameters in a process of its own, in a control group if one is given; prints MiB of growth."""
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), how, str(folder), group]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
 
 
 def test_the_resident_set_stays_low(tmp_path: Path) -> None:

@@ -189,6 +189,8 @@ def gathers_all(rank: int, world: int, folder: str) -> tuple[list[Tensor], list[
     with lowtide.gathered(model, write=True), torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5 if rank == 0 else 7.0)
+    assert engine.store is not None
+    engine.store.drain()
     end = time.monotonic() + 10
     while engine.arena.reserved_bytes and time.monotonic() < end:
         time.sleep(0.01)  # it is being written from there

@@ -237,7 +237,7 @@ def test_several_threads(store: Store) -> None:
 
 @over(list(BUILDERS))
 def test_close_is_final_and_idempotent(build: Callable[[str], Store], folder: str) -> None:
-    before = threading.active_count()
+    before = threading.enumerate()
     store = build(folder)
     extent = store.reserve(KEY, cuts_of([8192] * 20))
     data = random_bytes(8192)
@@ -253,7 +253,7 @@ def test_close_is_final_and_idempotent(build: Callable[[str], Store], folder: st
         with pytest.raises(Refused, match="closed"):
             use()
     store.free(extent)
-    assert threading.active_count() == before
+    assert not [thread for thread in threading.enumerate() if thread not in before]
     assert not [name for _, folders, files in os.walk(folder) for name in (*folders, *files) if name not in "ab"]
 
 

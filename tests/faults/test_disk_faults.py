@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import logging
 import os
@@ -494,11 +495,12 @@ def test_a_folder_that_is_swapped_while_it_is_made_is_refused(
         enter(self, name)
 
     monkeypatch.setattr(JobFolder, "_enter", late)
+    gc.collect()
     fds = len(os.listdir("/proc/self/fd"))
     with pytest.raises(SpoolRefused, match=words):
         DiskStore([Folder(str(folder))], rank=0)
     assert list(elsewhere.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert len(os.listdir("/proc/self/fd")) <= fds
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "not writable"])

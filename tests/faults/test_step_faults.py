@@ -295,7 +295,7 @@ def _on_two_ranks(rank: int, world: int, update: str, fault: Fault, folder: str)
 def test_the_other_rank_hears_of_it(calls: str, at: int, update: str, tmp_path: Path) -> None:
     """Well before the deadline of an exchange, which is 30 seconds here."""
     fault = Fault(errno.EIO, at, calls, FOREVER)
-    texts = run_ranks(2, _on_two_ranks, update, fault, str(tmp_path), fresh=True, exit_codes=[1, 1], timeout=20)
+    texts = run_ranks(2, _on_two_ranks, update, fault, str(tmp_path), fresh=True, exit_codes=[1, 1])
     assert "DiskError: disk: a " in texts[1]
     assert "rank 1" in texts[1]
     assert "lowtide.errors.PeerFailed: rank 1 failed: DiskError: disk: a " in texts[0]

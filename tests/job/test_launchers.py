@@ -79,7 +79,7 @@ def run_all(commands: Sequence[Sequence[str]], environments: Sequence[dict[str, 
         for command, env in zip(commands, environments, strict=True)
     ]
     try:
-        ended = [process.communicate(timeout=100) for process in running]
+        ended = [process.communicate(timeout=200) for process in running]
     finally:
         for process in running:
             process.kill()

@@ -89,7 +89,9 @@ def test_two_ranks_add_up_what_they_moved(spool: Path, tmp_path: Path, capfd: py
     assert ours["losses"] == plain["losses"]
     assert ours["update"] == "step"
     own = [json.loads(line)["disk_written_bytes"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(both > 1.5 * mine > 0 for both, mine in zip(ours["disk_written_bytes"], own, strict=True))
+    written = ours["disk_written_bytes"]
+    assert all(both >= mine > 0 for both, mine in zip(written, own, strict=True))
+    assert sum(written) > 1.2 * sum(own), "what a rank still writes after a step counts for its next one"
     assert list(spool.iterdir()) == []
 
 

@@ -171,7 +171,7 @@ def run_ranks(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 100,
     fresh: bool = False,
     exit_codes: list[int] | None = None,
 ) -> list[Any]:
@@ -188,7 +188,7 @@ def run_ranks(
     codes: list[int | None] = [None] * world_size
     if fresh or bad:
         _pools.pop(world_size, None) if not fresh else None
-        codes = pool.end(10.0 if fresh and not stacks else 0.2)
+        codes = pool.end(40.0 if fresh and not stacks else 0.2)
     if exit_codes is not None and codes == exit_codes and not stacks:
         return [None if outcome is None else outcome.error or outcome.value for outcome in outcomes]
     if bad or (fresh and codes != (exit_codes or [0] * world_size)):

@@ -128,6 +128,9 @@ def test_a_throttled_disk_changes_the_placement_and_no_bit(
     model, optimizer = lowtide.shard(*build(), memory=base() + 140 * MIB, disk=tmp_path, update=lowtide.Update("step", 1 << 20))
     with caplog.at_level(logging.INFO, logger="lowtide"):
         losses = [step(model, optimizer, i) for i in range(4)]
+        speed = engine_of(model).placer._speed
+        assert speed is not None
+        speed.rates = Rates(disk_read=1e-9, disk_write=1e-9)  # whatever else the disk was busy with so far
         throttled[0].seconds = 0.02
         losses += [step(model, optimizer, i) for i in range(4, 10)]
         throttled[0].seconds = 0.0

@@ -84,7 +84,7 @@ def run(
     (group / name).write_text(str(memory))
     numbers = [str(number) for number in (memory, batch, growing)]
     command = [sys.executable, "-c", JOB, str(group), str(disk), update, activations, *numbers]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, f"exit {done.returncode} (-9: killed for memory): {done.stderr[-2000:]}"
     result = json.loads(done.stdout.splitlines()[-1])
     # The group does not count what the process had before it joined; the kernel's own peak does.

@@ -349,7 +349,7 @@ def play(system: Plain, name: str, rank: int, inside: bool) -> dict[str, Tensor 
 def left_behind(system: Plain) -> list[str]:
     """Everything must go back: nothing is whole, and nobody holds released memory."""
     engine = engine_of(system.model)
-    end = time.monotonic() + 2
+    end = time.monotonic() + 20
     while engine.arena.limbo_bytes and time.monotonic() < end:
         time.sleep(0.01)  # gloo's own threads let go of what they sent a moment later
         engine.arena.trim()
@@ -386,7 +386,7 @@ def all_ways(rank: int, world: int, name: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_gradients_are_the_same(name: str, ranks: int) -> None:
-    found = run_ranks(ranks, all_ways, name, timeout=30)
+    found = run_ranks(ranks, all_ways, name)
     assert not any(found), "\n".join(text for texts in found for text in texts)
 
 
@@ -471,7 +471,7 @@ def stale(rank: int, world: int, stage: int) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_graph_on_replaced_values_raises(stage: int, ranks: int) -> None:
-    for text in run_ranks(ranks, stale, stage, timeout=30):
+    for text in run_ranks(ranks, stale, stage):
         assert ("updated after this graph was built" if stage == 3 else "modified by an inplace operation") in text
 
 
@@ -511,7 +511,7 @@ def survive(rank: int, world: int, stage: int, where: str, first: bool) -> list[
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_exception_leaves_the_engine_usable(stage: int, where: str, first: bool, ranks: int) -> None:
-    found = run_ranks(ranks, survive, stage, where, first, timeout=30)
+    found = run_ranks(ranks, survive, stage, where, first)
     assert not any(found), "\n".join(text for texts in found for text in texts)
 
 
@@ -544,7 +544,7 @@ def another_loss_after_a_failure(rank: int, world: int, stage: int) -> list[str]
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_another_graph_after_a_failed_backward(stage: int, ranks: int) -> None:
-    found = run_ranks(ranks, another_loss_after_a_failure, stage, timeout=30)
+    found = run_ranks(ranks, another_loss_after_a_failure, stage)
     assert not any(found), "\n".join(text for texts in found for text in texts)
 
 

@@ -81,7 +81,7 @@ def _refused_everywhere(rank: int, world: int) -> str:
 
 
 def test_refused_on_every_rank_alike() -> None:
-    texts = run_ranks(3, _refused_everywhere, timeout=20)
+    texts = run_ranks(3, _refused_everywhere)
     assert len(set(texts)) == 1
 
 

@@ -482,6 +482,6 @@ def _left_behind(folder: str, when: str) -> tuple[bool, int, int, list[str]]:
 def test_a_dropped_model_leaves_nothing_behind(when: str, tmp_path: Path) -> None:
     alive, threads, files, names = _left_behind(str(tmp_path), when)
     assert not alive, "the model is still referenced"
-    assert threads == 0, f"{threads} threads more after 3 models"
-    assert files == 0, f"{files} open files more after 3 models"
+    assert threads <= 0, f"{threads} threads more after 3 models"
+    assert files <= 0, f"{files} open files more after 3 models"
     assert names == [], "the folder is not empty"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import lowtide
 from lowtide.api import engine_of
 from lowtide.reporting.recorder import Recorder
 from lowtide.reporting.timeline import Timeline, read_run
+from lowtide.runtime.budget import give_back
 from tests.kit.models import Block, Stack
 from tests.kit.specimen import WIDTH
 
@@ -72,3 +74,9 @@ def finished(model: Any, run: Path) -> Timeline:
     """The timeline, after the recorder has said its last word."""
     recorder_of(model).end("done")
     return read_run(run).first
+
+
+def tidy() -> None:
+    """What earlier tests left must not go, or be used again, while a process is watched."""
+    gc.collect()
+    give_back()

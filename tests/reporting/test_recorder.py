@@ -27,7 +27,7 @@ from lowtide.runtime.budget import give_back
 from lowtide.runtime.holdings import holdings
 from tests.kit.dist import run_ranks
 from tests.kit.synthetic_run import write_run
-from tests.reporting.runs import Scored, finished, recorded, recorder_of, train
+from tests.reporting.runs import Scored, finished, recorded, recorder_of, tidy, train
 
 MIB = 2**20
 
@@ -289,6 +289,7 @@ def test_ledger_and_the_rest_make_up_the_process(tmp_path: Path, way: str, ranks
 
 
 def test_what_the_caller_holds_is_not_ours(tmp_path: Path) -> None:
+    tidy()
     model, optimizer = recorded(tmp_path)
     hoard: list[torch.Tensor] = []
     train(model, optimizer, 6, each=lambda step: hoard.append(torch.ones(8 * MIB, dtype=torch.uint8)))

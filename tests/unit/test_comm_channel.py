@@ -121,7 +121,7 @@ def fail_in_work(rank: int, world_size: int) -> list[str]:
         with pytest.raises((ValueError, PeerFailed)) as caught:
             attempt()
         texts.append(f"{caught.type.__name__}: {caught.value}")
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 15, "by itself, not by its deadline of 20"
     group.close()
     return texts
 
@@ -162,17 +162,21 @@ def test_an_error_nobody_waited_for_is_logged(caplog: pytest.LogCaptureFixture) 
 
 
 def late_rank(rank: int, world_size: int) -> str:
-    group = Group.join(None, deadline=0.8)
+    group = Group.join(None, deadline=0.8, first_deadline=60)  # a rank may be slow to begin
     channel = group.channel("one")
+    channel.run(label(6), lambda wire, notes: None)
+    group.deadlines.settled()
     error = "none"
     if rank == 0:
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded) as caught:
             channel.run(label(7), lambda wire, notes: None)
-        assert 0.7 < time.monotonic() - started < 2.5
+        assert 0.7 < time.monotonic() - started < 20
         error = str(caught.value)
     else:
-        time.sleep(1.5)
+        end = time.monotonic() + 30
+        while group.watch.failure is None and time.monotonic() < end:
+            time.sleep(0.01)
         with pytest.raises(PeerFailed, match="rank 0 failed: DeadlineExceeded"):
             channel.run(label(7), lambda wire, notes: None)
     group.close()
@@ -200,7 +204,7 @@ def one_leaves(rank: int, world_size: int) -> float:
 
 def test_a_rank_that_closed_its_group_is_named() -> None:
     times = run_ranks(3, one_leaves)
-    assert max(times) < 3, times
+    assert max(times) < 15, f"by itself, not by its deadline of 30: {times}"
 
 
 def work_is_let_go(rank: int, world_size: int) -> bool:

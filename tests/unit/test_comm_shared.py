@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import struct
@@ -85,6 +86,7 @@ def test_one_rank_that_cannot_open_it_is_an_error_for_all() -> None:
 
 
 def test_descriptors_are_let_go_with_the_segment() -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     segment = Segment.make(PAGE)
     kept = segment.tensor(0, 8)
@@ -93,7 +95,7 @@ def test_descriptors_are_let_go_with_the_segment() -> None:
     del segment
     kept.fill_(1)  # memory lives on
     del kept
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def _advance(ticket: bytes, index: int, to: int, after: float) -> None:

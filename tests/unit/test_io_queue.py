@@ -149,7 +149,13 @@ def test_close_fails_what_has_not_started(gate: Gate) -> None:
     ticket = queue.submit("x", "write of x", 0, recorder(ran, "x"), remembered=True)
     after = queue.submit("x", "second write of x", 0, recorder(ran, "x"))
     ticket.on_done(recorder(told, "x"))
-    threading.Timer(0.05, gate.open).start()
+
+    def open_when_closed() -> None:
+        while not queue._line._closed:
+            time.sleep(0.001)
+        gate.open()
+
+    threading.Thread(target=open_when_closed).start()
     queue.close()
     for each in (ticket, after):
         with pytest.raises(Refused, match="write of x: the store was closed"):
@@ -240,6 +246,7 @@ def test_a_wait_has_a_deadline_and_says_for_what(gate: Gate) -> None:
     with pytest.raises(DiskStalled, match="gate"):
         queue.drain()
     assert traffic.wait_seconds >= 0.2
+    queue._line.deadline = 30.0
     gate.open()
     queue.settle()
     waited = traffic.wait_seconds
@@ -258,8 +265,8 @@ def test_ctrl_c_gets_through(queue: IOQueue, gate: Gate, wait: str) -> None:
     ticket = queue.submit("x", "x", 0, nothing)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come any time after the timer was set
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
             ticket.wait() if wait == "ticket" else queue.drain()
     finally:
         signal.signal(signal.SIGALRM, before)
