@@ -32,6 +32,19 @@ def test_equals_the_explicit_recursion_bit_for_bit(count: int, seed: int, dtype:
     assert torch.equal(result, expected)
 
 
+@given(count=st.integers(2, 9), seed=st.integers(0, 10_000), data=st.data())
+def test_what_others_must_not_have_read_is_only_read(count: int, seed: int, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [torch.randn(33, generator=generator) * 10.0 ** (i % 7) for i in range(count)]
+    for number, block in enumerate(blocks):
+        block.view(torch.int32)[seed % 33] = 0x7FC00000 + number  # NaNs that can be told apart
+    before = [b.clone() for b in blocks]
+    mine = data.draw(st.integers(0, count - 1))
+    result = tree_sum(blocks, mine=mine)
+    assert torch.equal(blocks[mine].view(torch.int32), before[mine].view(torch.int32))
+    assert torch.equal(result.view(torch.int32), tree_sum(before).view(torch.int32)), "operands have changed places"
+
+
 def test_the_tree_is_not_a_chain() -> None:
     blocks = [torch.tensor([v]) for v in (1e8, 1.0, -1e8, 1.0)]
     chain = ((blocks[0] + blocks[1]) + blocks[2]) + blocks[3]

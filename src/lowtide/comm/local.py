@@ -106,10 +106,10 @@ class LocalTransport:
     ) -> Generator[Tensor]:
         check_pieces(counts, self.size)
         with self.contributions(counts, dtype, fill) as pieces:
-            total = tree_sum(pieces(self.rank))
             if not whole:
-                yield total
+                yield tree_sum(pieces(self.rank), mine=self.rank)
                 return
+            tree_sum(pieces(self.rank))
             self._exchange += 1  # everybody's sum is in the window of rank 0 as soon as everybody says so
             self._say_filled()
             for rank in range(self.size):

@@ -114,7 +114,9 @@ class TwoLevel:
             def sums(owner: int) -> list[Tensor]:
                 """My host's nodes of the piece that belongs to ``owner``, which nobody else of my host adds up."""
                 rows = pieces(owner)
-                return [tree_sum([rows[place[r]] for r in range(*node)]) for node in self._nodes[self._host]]
+                nodes = [range(*node) for node in self._nodes[self._host]]
+                mine = [node.index(self.rank) if self.rank in node else None for node in nodes]
+                return [tree_sum([rows[place[r]] for r in node], mine=at) for node, at in zip(nodes, mine, strict=True)]
 
             received = self._exchange([sums(owner) for owner in self._mine], counts[self.rank], dtype)
             yield sum_of_nodes(received, self.size)
