@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -120,25 +118,20 @@ def throttled(monkeypatch: pytest.MonkeyPatch) -> list[SlowStore]:
     return stores
 
 
-def test_a_throttled_disk_changes_the_placement_and_no_bit(
-    tmp_path: Path, throttled: list[SlowStore], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_throttled_disk_is_believed_and_changes_no_bit(tmp_path: Path, throttled: list[SlowStore]) -> None:
     reference, plain = build()
     expected = [step(reference, plain, i) for i in range(16)]
     model, optimizer = lowtide.shard(*build(), memory=base() + 140 * MIB, disk=tmp_path, update=lowtide.Update("step", 1 << 20))
-    with caplog.at_level(logging.INFO, logger="lowtide"):
-        losses = [step(model, optimizer, i) for i in range(4)]
-        speed = engine_of(model).placer._speed
-        assert speed is not None
-        speed.rates = Rates(disk_read=1e-9, disk_write=1e-9)  # whatever else the disk was busy with so far
-        throttled[0].seconds = 0.02
-        losses += [step(model, optimizer, i) for i in range(4, 10)]
-        throttled[0].seconds = 0.0
-        losses += [step(model, optimizer, i) for i in range(10, 16)]
+    losses = [step(model, optimizer, i) for i in range(4)]
+    speed = engine_of(model).placer._speed
+    assert speed is not None
+    speed.rates = Rates(disk_read=1e-9, disk_write=1e-9)  # whatever else the disk was busy with so far
+    throttled[0].seconds = 0.04  # of each request of a mebibyte, of which eight are under way
+    losses += [step(model, optimizer, i) for i in range(4, 10)]
+    assert speed.rates.disk_read > 2e-9, "0.5 GB/s or less instead of 1"
+    throttled[0].seconds = 0.0
+    losses += [step(model, optimizer, i) for i in range(10, 16)]
     assert losses == expected
-    # Where moving does not pay on the slow disk, that it was slow is told when it is fast again: "0.9 GB/s instead of 0.2".
-    told = [re.search(r"gives ([\d.]+) GB/s instead of ([\d.]+)", r.message) for r in caplog.records]
-    assert any(min(map(float, found.groups())) < 0.5 for found in told if found), caplog.text
     limit = engine_of(model).budget.limit
     assert limit is not None
     assert engine_of(model).budget.peak <= limit
