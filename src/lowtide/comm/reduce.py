@@ -22,7 +22,7 @@ def tree_sum(blocks: Sequence[Tensor], *, mine: int | None = None) -> Tensor:
     of them this rank fills again and again, in memory that others read. That one stays as it is, if there are several.
 
     [Note: shared lines] A processor that has only read what another wrote shares those lines of cache with it, and each must be
-    taken back before it is written again. That made filling 4 MB take 280 instead of 90 µs (Zen 4). So a rank writes where it
+    taken back before it is written again. That made filling 4 MB take 280 instead of 90 µs (an EPYC). So a rank writes where it
     has to read another rank's numbers, and reads its own."""
     if not blocks:
         raise ArgumentError("tree_sum needs at least one block.")
