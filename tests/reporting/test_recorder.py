@@ -26,6 +26,7 @@ from lowtide.runtime import assembly
 from lowtide.runtime.budget import give_back
 from lowtide.runtime.holdings import holdings
 from tests.kit.dist import run_ranks
+from tests.kit.lifetime import collected
 from tests.kit.synthetic_run import write_run
 from tests.reporting.runs import Scored, finished, recorded, recorder_of, tidy, train
 
@@ -439,8 +440,7 @@ def test_a_dropped_model_is_collected_and_its_timeline_ends(tmp_path: Path) -> N
     train(model, optimizer, 2)
     engine = weakref.ref(engine_of(model))
     del model, optimizer
-    gc.collect()
-    assert engine() is None
+    collected(engine)
     process = read_run(tmp_path / "run").first.last
     assert [s.step for s in process.steps] == [1, 2]
     assert process.end is not None
