@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lowtide.cli.output import say
 from lowtide.errors import ArgumentError, DeadlineExceeded, PeerFailed
 from lowtide.job.machine import machine_facts
 
@@ -75,15 +76,15 @@ def doctor(
     )
     if json:
         whole = {"machine": facts, "folders": [asdict(finding) for finding in findings], **asdict(found)}
-        _write(json_text.dumps(whole))
+        say(json_text.dumps(whole))
         return 0
     for name, value in facts.items():
-        _write(f"{name:<10} {value}")
+        say(f"{name:<10} {value}")
     for line in [*_speed_lines(found), *_advice_lines(found)]:
-        _write(line)
+        say(line)
     for finding in findings:
         for line in _lines(finding, clean=clean):
-            _write(line)
+            say(line)
     return 0
 
 
@@ -222,7 +223,3 @@ def _lines(finding: Finding, *, clean: bool) -> list[str]:
     lines = [f"removed {path}, which a dead job left" for path in finding.removed]
     why = "was kept: it holds files that lowtide did not make" if clean else "was left by a dead job (--clean removes it)"
     return lines + [f"{path} {why}" for path in finding.left]
-
-
-def _write(line: str) -> None:
-    sys.stdout.write(line + "\n")

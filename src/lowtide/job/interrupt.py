@@ -26,6 +26,23 @@ class StopRequest:
 
 
 @contextmanager
+def ends_at_once() -> Generator[None, None, None]:
+    """For imports, which take seconds and leave nothing to put in order: Ctrl-C ends the process there, without a word.
+
+    As an exception it would come out of the middle of an import: as a traceback, as another exception, or not at all.
+    """
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # or the caller of this process chose otherwise
+    if not raises or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
 def stop_on_signals(tell: Callable[[str], None]) -> Generator[StopRequest, None, None]:
     """Turn the first signal into a request, a later SIGINT into KeyboardInterrupt."""
     request = StopRequest()

@@ -7,7 +7,8 @@ A function named by ``--model package.module:function`` takes no arguments and r
 
 and that returns the mean loss as a 0-dim tensor, or something with a ``loss`` (an attribute or a key).
 How many tokens it knows and how many it looks at is read from ``model.vocab_size`` and ``model.context``, or from
-``model.config.vocab_size`` and ``model.config.max_position_embeddings``; otherwise it is what the presets have.
+``model.config.vocab_size`` and ``model.config.max_position_embeddings``; otherwise it is what the presets have, and a model
+whose embeddings are all smaller than that is refused.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from lowtide.job.batches import Batch
 from lowtide.job.gpt import GPT
 from lowtide.job.options import Options
 from lowtide.job.presets import CONTEXT, PRESETS, TOKENS
+
+_CONTRACT = (
+    "--model needs forward(tokens, targets) -> mean loss (a 0-dim tensor, or something with .loss), "
+    "or forward(input_ids=, labels=) as in Hugging Face."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +58,13 @@ def build_model(options: Options) -> Built:
     with lowtide.deferred(folders[0]) if folders else nullcontext():
         model = _call_factory(options.model) if options.model is not None else GPT(PRESETS[options.model_name])
     config = getattr(model, "config", None)
+    vocabulary = _whole_number(model, config, ("vocab_size",), TOKENS)
+    if options.model is not None:
+        _refuse_other_forward(options.model, model)
+        _refuse_small_embedding(options.model, model, vocabulary)
     return Built(
         model=model,
-        vocabulary=_whole_number(model, config, ("vocab_size",), TOKENS),
+        vocabulary=vocabulary,
         context=min(CONTEXT, _whole_number(model, config, ("context", "max_position_embeddings", "n_positions"), CONTEXT)),
         shifts_itself=_shifts_itself(model),
         loss=_loss_of(model),
@@ -81,6 +91,32 @@ def _call_factory(name: str) -> nn.Module:
     return model
 
 
+def _refuse_other_forward(name: str, model: nn.Module) -> None:
+    if _shifts_itself(model):
+        return
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind("tokens", "targets")
+    except TypeError as error:
+        raise ArgumentError(
+            f"--model is {name!r}: its forward{signature} cannot be called so ({error}); {_CONTRACT}"
+        ) from error
+
+
+def _refuse_small_embedding(name: str, model: nn.Module, vocabulary: int) -> None:
+    """A model that looks tokens up, but not one of whose tables has room for all of them."""
+    rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    if rows and max(rows) < vocabulary:
+        says = (
+            "says" if hasattr(model, "vocab_size") or hasattr(getattr(model, "config", None), "vocab_size") else "does not say"
+        )
+        raise ArgumentError(
+            f"--model is {name!r}: tokens go up to {vocabulary - 1}, but its largest embedding has {max(rows)} rows; the model "
+            f"{says} how many it knows: set model.vocab_size = {max(rows)} (and model.context, if it looks at fewer than "
+            f"{CONTEXT} tokens)."
+        )
+
+
 def _whole_number(model: nn.Module, config: object, names: tuple[str, ...], default: int) -> int:
     for owner in (model, config):
         for name in names:
@@ -100,7 +136,13 @@ def _loss_of(model: nn.Module) -> Callable[[Batch], Tensor]:
 
     def loss(batch: Batch) -> Tensor:
         tokens, targets = batch
-        result = model(input_ids=tokens, labels=tokens) if shifts_itself else model(tokens, targets)
+        try:
+            result = model(input_ids=tokens, labels=tokens) if shifts_itself else model(tokens, targets)
+        except IndexError as error:
+            raise ArgumentError(
+                f"the model cannot look up what it was given ({error}): tokens up to {int(tokens.max())} in texts of "
+                f"{tokens.shape[1]}. Set model.vocab_size and model.context to what its embeddings have room for."
+            ) from error
         return _find_loss(result)
 
     return loss
@@ -111,8 +153,5 @@ def _find_loss(result: Any) -> Tensor:
         result = cast(Mapping[str, Any], result).get("loss", result)
     result = getattr(result, "loss", result)
     if not isinstance(result, Tensor) or result.dim() != 0:
-        raise ArgumentError(
-            f"the model returned {type(result).__name__}; --model needs forward(tokens, targets) -> mean loss (0-dim tensor), "
-            f"or a result with .loss."
-        )
+        raise ArgumentError(f"the model returned {type(result).__name__}; {_CONTRACT}")
     return result

@@ -12,6 +12,7 @@ from lowtide.job.options import Options
 from lowtide.job.placement import mebibytes
 from lowtide.job.records import Result
 from lowtide.planning.plan import Plan
+from lowtide.planning.text import clean
 
 
 def show_result(result: Result, options: Options, console: Console, *, output: str) -> None:
@@ -21,7 +22,7 @@ def show_result(result: Result, options: Options, console: Console, *, output: s
         sys.stdout.flush()
         return
     for line in summary_lines(result, options):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(clean(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def summary_lines(result: Result, options: Options) -> list[str]:
