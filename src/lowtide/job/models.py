@@ -32,7 +32,7 @@ from lowtide.job.options import Options
 from lowtide.job.presets import CONTEXT, PRESETS, TOKENS
 
 _CONTRACT = (
-    "--model needs forward(tokens, targets) -> mean loss (a 0-dim tensor, or something with .loss), "
+    "A model for --model has forward(tokens, targets) -> mean loss (a 0-dim tensor, or something with .loss), "
     "or forward(input_ids=, labels=) as in Hugging Face."
 )
 
@@ -98,22 +98,18 @@ def _refuse_other_forward(name: str, model: nn.Module) -> None:
     try:
         signature.bind("tokens", "targets")
     except TypeError as error:
-        raise ArgumentError(
-            f"--model is {name!r}: its forward{signature} cannot be called so ({error}); {_CONTRACT}"
-        ) from error
+        takes = f"its forward{signature} cannot be called with (tokens, targets)"
+        raise ArgumentError(f"--model is {name!r}: {takes} ({error}). {_CONTRACT}") from error
 
 
 def _refuse_small_embedding(name: str, model: nn.Module, vocabulary: int) -> None:
     """A model that looks tokens up, but not one of whose tables has room for all of them."""
     rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if rows and max(rows) < vocabulary:
-        says = (
-            "says" if hasattr(model, "vocab_size") or hasattr(getattr(model, "config", None), "vocab_size") else "does not say"
-        )
         raise ArgumentError(
-            f"--model is {name!r}: tokens go up to {vocabulary - 1}, but its largest embedding has {max(rows)} rows; the model "
-            f"{says} how many it knows: set model.vocab_size = {max(rows)} (and model.context, if it looks at fewer than "
-            f"{CONTEXT} tokens)."
+            f"--model is {name!r}: its largest embedding has {max(rows)} rows, but it would get tokens up to {vocabulary - 1}. "
+            f"Say what it knows: model.vocab_size = {max(rows)}, and model.context if it looks at fewer than {CONTEXT} tokens. "
+            f"{_CONTRACT}"
         )
 
 
@@ -153,5 +149,5 @@ def _find_loss(result: Any) -> Tensor:
         result = cast(Mapping[str, Any], result).get("loss", result)
     result = getattr(result, "loss", result)
     if not isinstance(result, Tensor) or result.dim() != 0:
-        raise ArgumentError(f"the model returned {type(result).__name__}; {_CONTRACT}")
+        raise ArgumentError(f"the model returned {type(result).__name__}. {_CONTRACT}")
     return result
