@@ -13,6 +13,7 @@ import typer
 
 from lowtide.cli.output import say
 from lowtide.errors import ArgumentError, DeadlineExceeded, PeerFailed
+from lowtide.job.interrupt import import_torch
 from lowtide.job.machine import machine_facts
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def doctor(
     folders: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[DIR]...", help="Folders that jobs use as --disk: measured, and searched for what dead jobs left."
+            metavar="[DIR]...", help="Folders on the disks to measure; they are also searched for what dead jobs left."
         ),
     ] = None,
     *,
@@ -68,7 +69,8 @@ def doctor(
         raise ArgumentError("--clean is given, but no folder to clean; name the folders that jobs used as --disk.")
     for folder in named:
         if not os.path.isdir(folder):
-            raise ArgumentError(f"{folder!r} is not a folder; name the folders that jobs used as --disk.")
+            raise ArgumentError(f"{folder!r} is not a folder; name one that is there, such as . (the disk of it is measured).")
+    import_torch()
     findings = [_look_for_leftovers(folder, clean=clean) for folder in named]
     facts = dict(machine_facts())
     found = _Examiner(shows_progress=not json and sys.stderr.isatty(), remembers=quick or clean, measures=not clean).examine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,12 @@ class Output:
     svg: str | None
     html: str | None
     save: str | None
+
+    def refuse_unwritable(self) -> None:
+        """Raise before anything is worked out, if a file cannot be made where it is to go."""
+        for flag, path in (("--svg", self.svg), ("--html", self.html), ("--save", self.save)):
+            if path is not None and (not Path(path).parent.is_dir() or os.path.isdir(path)):
+                raise ArgumentError(f"{flag} is {path!r}; give a file, in a folder that is there.")
 
 
 def answer_plan(question: Question, model: ModelSpec, plan: Plan, output: Output) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -40,6 +41,12 @@ def ends_at_once() -> Generator[None, None, None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def import_torch() -> None:
+    """Ahead of what needs it, so that Ctrl-C finds nothing half imported."""
+    with ends_at_once():
+        import_module("torch")
 
 
 @contextmanager

@@ -77,11 +77,20 @@ class Options:
             raise ArgumentError(f"--model is {self.model!r}; write package.module:function, the function returns the model.")
         if self.synthetic and self.data is not None:
             raise ArgumentError("--synthetic and --data are both given; random tokens need no text, choose one of them.")
-        if self.data is not None and not os.path.exists(self.data):
-            raise ArgumentError(f"--data is {self.data!r}, which does not exist; give a text file or a folder of text files.")
+        if self.data is not None:
+            self._check_data(self.data)
         self._check_numbers()
         self._check_tiers()
         self._check_saves()
+
+    def _check_data(self, data: str) -> None:
+        fix = "give a text file or a folder of text files."
+        if not os.path.exists(data):
+            raise ArgumentError(f"--data is {data!r}, which does not exist; {fix}")
+        if not os.path.isdir(data) and not os.path.isfile(data):
+            raise ArgumentError(f"--data is {data!r}, which is no plain file; {fix}")
+        if os.path.isdir(data) and not any(files for _, _, files in os.walk(data)):
+            raise ArgumentError(f"--data is {data!r}, which holds no text; {fix}")
 
     def _check_numbers(self) -> None:
         _at_least("--steps", self.steps, 1)

@@ -24,7 +24,7 @@ _CODE = re.compile(r"(`[^`]*`)")
 """What is quoted as code stays as it is."""
 _DEFERRED = re.compile(r"\bdeferred\((disk=(?:'[^']*'|\"[^\"]*\"|\.\.\.))\)")
 _CHOICE = re.compile(rf"\b({'|'.join(FLAGS)})=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\d[\w.]*|\.\.\.)?(?![\w=])")
-_SUBJECT = re.compile(rf"^({'|'.join(FLAGS)}) is (?=')")
+_SUBJECT = re.compile(rf"^(the size of |)({'|'.join(FLAGS)}) is (?=['\"\d-])")
 _NO_FLAG = re.compile(rf"\b({'|'.join(_ONLY_IN_PYTHON)})=(?![\w=])")
 
 
@@ -36,7 +36,7 @@ def in_flags(message: str) -> str:
 
 def _translated(text: str, *, first: bool) -> str:
     text = _DEFERRED.sub(r"\1", text)
-    text = _SUBJECT.sub(lambda match: f"{FLAGS[match[1]]} is ", text) if first else text
+    text = _SUBJECT.sub(lambda match: f"{match[1]}{FLAGS[match[2]]} is ", text) if first else text
     text = _NO_FLAG.sub(r"\1= of lowtide.shard", text)
     return _CHOICE.sub(lambda match: FLAGS[match[1]] + _value(match[2] or ""), text)
 
