@@ -19,6 +19,7 @@ from lowtide.cli.top import top
 from lowtide.cli.train import train
 from lowtide.errors import ArgumentError, Error
 from lowtide.job.failure import INTERRUPTED
+from lowtide.job.words import speak_warnings
 
 # typer carries click inside or beside itself, depending on its version; the base of its own exception is right for both.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[2])
@@ -57,6 +58,7 @@ def _options(  # pyright: ignore[reportUnusedFunction] - typer calls it
 
 def answer(arguments: list[str]) -> int:
     """Run one command; returns its exit code."""
+    speak_warnings()
     try:
         code = app(arguments, prog_name="lowtide", standalone_mode=False)
     except _UsageError as error:

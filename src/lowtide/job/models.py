@@ -16,16 +16,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.errors import ArgumentError
+from lowtide.errors import ArgumentError, DoesNotFit
 from lowtide.job.batches import Batch
 from lowtide.job.gpt import GPT
 from lowtide.job.options import Options
@@ -55,8 +57,11 @@ def build_model(options: Options) -> Built:
     A job that has a disk builds it there: a model that does not fit in memory never is in memory.
     """
     folders = options.disk_folders
-    with lowtide.deferred(folders[0]) if folders else nullcontext():
-        model = _call_factory(options.model) if options.model is not None else GPT(PRESETS[options.model_name])
+    try:
+        with lowtide.deferred(folders[0]) if folders else nullcontext():
+            model = _make(options)
+    except DoesNotFit as error:
+        raise _whole_need(options, error) from error
     config = getattr(model, "config", None)
     vocabulary = _whole_number(model, config, ("vocab_size",), TOKENS)
     if options.model is not None:
@@ -69,6 +74,23 @@ def build_model(options: Options) -> Built:
         shifts_itself=_shifts_itself(model),
         loss=_loss_of(model),
     )
+
+
+def _make(options: Options) -> nn.Module:
+    return _call_factory(options.model) if options.model is not None else GPT(PRESETS[options.model_name])
+
+
+def _whole_need(options: Options, error: DoesNotFit) -> DoesNotFit:
+    """The same error, with what the whole model needs: that a tensor found no room says little about how much is missing."""
+    with torch.device("meta"):
+        model = _make(options)
+    built = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    states = 4 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    fix = (
+        f"While it is built, the model's files need so much in {options.disk_folders[0]!r}; parameters, gradients and AdamW's "
+        f"states then need up to {states / 2**20:.1f} MiB more. Make room, or give --disk another folder first."
+    )
+    return DoesNotFit(error.tier, built, shutil.disk_usage(options.disk_folders[0]).free, fix)
 
 
 def _call_factory(name: str) -> nn.Module:

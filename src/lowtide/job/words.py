@@ -6,7 +6,9 @@ person who typed ``--disk`` the command line says ``--disk /a/folder``, of all m
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 
 from lowtide.planning.text import clean
 
@@ -50,3 +52,18 @@ def _value(written: str) -> str:
 def spoken(message: str) -> str:
     """``message`` as a terminal may have it: in flags, and without what a terminal would act upon (names may hold anything)."""
     return "\n".join(clean(line) for line in in_flags(message).split("\n"))
+
+
+class _Spoken(logging.Handler):
+    """Warnings of the library as lines on standard error, in the words of the command line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(spoken(self.format(record)) + "\n")
+        sys.stderr.flush()
+
+
+def speak_warnings() -> None:
+    """From now on, warnings of the library come in the words of the command line."""
+    log = logging.getLogger("lowtide")
+    if not any(isinstance(handler, _Spoken) for handler in log.handlers):
+        log.addHandler(_Spoken(logging.WARNING))

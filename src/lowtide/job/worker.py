@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lowtide.job.interrupt import ends_at_once, exit_code
 from lowtide.job.options import Options
+from lowtide.job.words import speak_warnings
 
 
 def run_member(options: Options, *, output: str) -> int:
@@ -38,5 +39,6 @@ def _run_side(options: Options, *, name: str, result: str) -> int:
 
 
 if __name__ == "__main__":
+    speak_warnings()
     asked, how = Options.from_json(sys.argv[1]), sys.argv[2]
     sys.exit(_run_side(asked, name=how, result=sys.argv[3]) if sys.argv[3:] else run_member(asked, output=how))
