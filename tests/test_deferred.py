@@ -322,7 +322,7 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(DoesNotFit, match=r"disk memory: 4\.0 MiB needed") as caught, lowtide.deferred(tmp_path):
+        with pytest.raises(DoesNotFit, match=r"disk: 4\.0 MiB needed") as caught, lowtide.deferred(tmp_path):
             nn.Linear(1024, 1024)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,6 +1,7 @@
 """What a caller may choose, as small frozen policies, and the only place where their words are parsed and checked.
 
 A policy may be given as a string where one word says it all: ``partition="row"`` is ``Partition("row")``.
+No torch here before a dtype is asked for: a mistyped size on the command line should not wait for it.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from lowtide.errors import ArgumentError
 from lowtide.stages import STAGES, Stage
 
-_DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
-_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*$", re.IGNORECASE)
+if TYPE_CHECKING:
+    import torch
 
-UnitChoice = str | type[torch.nn.Module] | Iterable[str | type[torch.nn.Module]] | Callable[[torch.nn.Module], bool] | None
+_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Our words, and torch's names."""
+_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*$", re.IGNORECASE)
+_FEWEST_WITHOUT_A_UNIT = 1 << 20
+"""A size without a unit that is smaller was meant to have one: nothing that is limited here works with less."""
+
+UnitChoice: TypeAlias = (
+    "str | type[torch.nn.Module] | Iterable[str | type[torch.nn.Module]] | Callable[[torch.nn.Module], bool] | None"
+)
 """What ``units=`` takes: names (``*`` matches within one level), module classes, or a function that says yes to a module."""
 
 
@@ -89,23 +91,31 @@ class Precision:
         """The dtype of each kind of bytes for a parameter that was built as ``own``."""
         if not own.is_floating_point:
             return KindDtypes(own, own, own, own, own)
-        param = _DTYPES[self.param] if self.param else own
+        param = _dtype(self.param) or own
         low = self.param is not None and param.itemsize == 2
-        master = _DTYPES[self.master] if self.master else (torch.float32 if low else param)
-        reduce = _DTYPES[self.reduce] if self.reduce else master
-        gradient = _DTYPES[self.gradient] if self.gradient else reduce
-        moments = _DTYPES[self.moments] if self.moments else master
+        master = _dtype(self.master) or (_dtype("fp32") if low else None) or param
+        reduce = _dtype(self.reduce) or master
+        gradient = _dtype(self.gradient) or reduce
+        moments = _dtype(self.moments) or master
         return KindDtypes(param, master, gradient, reduce, moments)
 
     @property
     def compute(self) -> torch.dtype | None:
         """What floating-point inputs are cast to; ``None`` to leave them."""
-        return _DTYPES[self.param] if self.param else None
+        return _dtype(self.param)
 
     @property
     def scale(self) -> float | str | None:
         """The loss scale in force."""
         return self.loss_scale if self.loss_scale is not None else ("dynamic" if self.param == "fp16" else None)
+
+
+def _dtype(word: str | None) -> torch.dtype | None:
+    if word is None:
+        return None
+    import torch
+
+    return getattr(torch, _DTYPES[word])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +129,7 @@ class KindDtypes:
     moments: torch.dtype
 
 
+UPDATES = ("step", "backward")
 ACTIVATION_POLICIES = ("auto", "keep", "recompute", "host", "disk")
 
 
@@ -160,7 +171,7 @@ class Update:
     chunk_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
-        _one_of("update", self.when, ("step", "backward"))
+        _one_of("update", self.when, UPDATES)
         if self.chunk_bytes < 4096:
             raise ArgumentError(f"Update.chunk_bytes is {self.chunk_bytes}; give at least 4096.")
 
@@ -229,12 +240,17 @@ class Config:
 
 
 def parse_bytes(what: str, value: int | float | str | None) -> int | None:
-    """``"4GiB"``, ``"500MB"``, ``4e9`` or ``None`` → bytes. GiB is 2**30, GB is 10**9, a bare G is 2**30."""
+    """``"4GiB"``, ``"500MB"``, ``4e9`` or ``None`` → bytes. GiB is 2**30, GB is 10**9, a bare G is 2**30.
+
+    ``what``: the argument as its caller wrote it, ``memory`` or ``--memory``.
+    """
     if value is None:
         return None
     amount = _parse_amount(what, value) if isinstance(value, str) else float(value)
     if not amount >= 1:
         raise ArgumentError(f"{what} is {value!r}; give more than 0 bytes.")
+    if isinstance(value, str) and value.strip().isdecimal() and amount < _FEWEST_WITHOUT_A_UNIT:
+        raise ArgumentError(f"{what} is {value!r}, which are bytes; write the unit, such as '{value.strip()}GiB'.")
     return int(amount)
 
 
@@ -247,31 +263,49 @@ def _parse_amount(what: str, text: str) -> float:
     return float(number) * base ** " kmgt".index(prefix.lower() or " ")
 
 
-def parse_disk(value: Any) -> tuple[DiskFolder, ...]:
-    """``"/a"``, ``"/a:100GiB"``, a path, or a list of them or of ``(path, size)`` pairs → folders."""
+def parse_disk(value: Any, *, what: str = "disk") -> tuple[DiskFolder, ...]:
+    """``"/a"``, ``"/a:100GiB"``, a path, a pair of a folder and a size, or a list of these → folders.
+
+    A pair may be a list, too: YAML, and so Hydra, knows no tuples.
+    """
     if value is None:
         return ()
-    entries: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
-    if len(entries) == 2 and isinstance(value, tuple) and not isinstance(entries[1], tuple) and _is_size(entries[1]):
-        entries = [value]
-    return tuple(_parse_folder(entry) for entry in entries)
+    entries = _items(value)
+    if entries is None or (len(entries) == 2 and _is_path(entries[0]) and _is_size(entries[1])):
+        return (_parse_folder(what, value),)
+    return tuple(_parse_folder(what, entry) for entry in entries)
+
+
+def _items(value: Any) -> list[Any] | None:
+    """What a list, or anything like one, holds."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return list(cast("Sequence[Any]", value)) if is_list else None
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike)
 
 
 def _is_size(value: Any) -> bool:
-    return value is None or isinstance(value, int | float) or (isinstance(value, str) and _BYTES.match(value) is not None)
+    """Whether it can be the second part of a pair; a folder that has such a name is a folder."""
+    if isinstance(value, str):
+        return _BYTES.match(value) is not None and not os.path.isdir(value)
+    return value is None or isinstance(value, int | float)
 
 
-def _parse_folder(entry: Any) -> DiskFolder:
-    path, limit = entry if isinstance(entry, tuple) else (entry, None)
-    if not isinstance(path, str | os.PathLike):
-        raise ArgumentError(f"disk is {entry!r}; give a folder, or a list of (folder, size) pairs.")
+def _parse_folder(what: str, entry: Any) -> DiskFolder:
+    pair = _items(entry)
+    path, limit = (entry, None) if pair is None or len(pair) != 2 else pair
+    if not _is_path(path):
+        raise ArgumentError(f"{what} is {entry!r}; give a folder, or a list of (folder, size) pairs.")
     path = os.fspath(path)
     if limit is None and not os.path.isdir(path) and ":" in path:
-        head, _, tail = path.rpartition(":")
-        path, limit = (head, tail) if _BYTES.match(tail) else (path, None)
+        folder, _, size = path.rpartition(":")
+        if _BYTES.match(size) or os.path.isdir(folder):
+            path, limit = folder, size
     if not os.path.isdir(path):
-        raise ArgumentError(f"disk is {path!r}, which is not a folder; make it first, or name another.")
-    return DiskFolder(path, parse_bytes("the size of disk", limit))
+        raise ArgumentError(f"{what} is {path!r}, which is not a folder; make it first, or name another.")
+    return DiskFolder(path, parse_bytes(f"the size of {what}", limit))
 
 
 def parse_stage(value: int | str, world_size: int) -> Stage:

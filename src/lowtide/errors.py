@@ -149,7 +149,8 @@ class DoesNotFit(Error, MemoryError):
 
     def __str__(self) -> str:
         sizes = f"{self.needed_bytes / 2**20:.1f} MiB needed, {self.budget_bytes / 2**20:.1f} MiB allowed"
-        return f"{self.tier} memory: {sizes}. {self.fix}"
+        where = "disk" if self.tier == "disk" else f"{self.tier} memory"
+        return f"{where}: {sizes}. {self.fix}"
 
 
 @dataclass(eq=False)
@@ -215,12 +216,15 @@ class DiskFull(DiskError):
 
     needed_bytes: int = 0
     free_bytes: int = 0
+    total_bytes: int = 0
+    """All that is to be kept there, where that is known: what is missing now is only the first that found no room."""
 
     way_out: ClassVar[str] = "Make room there, raise the folder's limit, or add a folder: disk=[(folder, size), ...]."
 
     def __str__(self) -> str:
         sizes = f"{self.needed_bytes / 2**20:.1f} MiB more needed, {self.free_bytes / 2**20:.1f} MiB free"
-        return f"{sizes}: {super().__str__()}"
+        total = f"{self.total_bytes / 2**20:.1f} MiB in all are to be kept there; " if self.total_bytes else ""
+        return f"{total}{sizes}: {super().__str__()}"
 
 
 @dataclass(eq=False)

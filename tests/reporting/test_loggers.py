@@ -110,7 +110,7 @@ def test_a_full_disk_is_told_once_and_ends_nothing(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("where", ["", "jsonl", "jsonl:", "csv:a", "runs/a"])
 def test_what_is_no_logger_is_said_to_be_none(where: str) -> None:
-    with pytest.raises(ArgumentError, match="jsonl:PLACE, tensorboard:PLACE"):
+    with pytest.raises(ArgumentError, match=r"the logger is .*; give jsonl:FILE or tensorboard:FOLDER"):
         open_logger(where)
 
 

@@ -59,7 +59,8 @@ def config(**changes: Any) -> Config:
         ("0.5T", 1 << 39),
         ("64kB", 64_000),
         ("64KiB", 64 << 10),
-        (" 17 ", 17),
+        (" 17000000 ", 17_000_000),
+        (17, 17),
         ("17b", 17),
     ],
 )
@@ -70,6 +71,12 @@ def test_bytes(text: Any, expected: int | None) -> None:
 @pytest.mark.parametrize("text", ["4 GB!", "", "G", "-4GiB", "four", "4XB", "1e9", "4GiBs", "4 4 GB"])
 def test_wrong_bytes(text: str) -> None:
     with pytest.raises(ArgumentError, match=r"^memory is .*; write a number and a unit, such as '4GiB', '500MB' or '0\.5T'\.$"):
+        parse_bytes("memory", text)
+
+
+@pytest.mark.parametrize("text", ["1", "17", " 900 ", "1048575"])
+def test_bytes_of_which_the_unit_was_forgotten(text: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^memory is .*, which are bytes; write the unit, such as '\d+GiB'\.$"):
         parse_bytes("memory", text)
 
 

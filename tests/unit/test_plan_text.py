@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 import pytest
 
 from lowtide.errors import ArgumentError
-from lowtide.planning.frontier import FIELDS, Point, frontier, frontier_text, sizes_between
+from lowtide.planning.frontier import Point, frontier, frontier_text, sizes_between
 from lowtide.planning.picture import frontier_svg, plan_html, plan_svg
 from lowtide.planning.picture_drawing import ticks
 from lowtide.planning.picture_page import frontier_page
 from lowtide.planning.plan import Plan, Price
 from lowtide.planning.planner import make_plan
-from lowtide.planning.request import Request
+from lowtide.planning.request import VARIABLE, Request
 from lowtide.planning.text import WIDTH, bar, count_text, percent_text, plan_text, seconds_text, shortened, size_text, unit_rows
 from lowtide.spec.catalogue import load
 from lowtide.spec.counts import bare_count
@@ -345,4 +345,4 @@ def test_a_frontier_without_known_work_has_no_seconds() -> None:
 
 
 def test_fields_are_those_of_a_request() -> None:
-    assert set(FIELDS.values()) <= set(Request.__slots__)
+    assert set(VARIABLE.values()) <= set(Request.__slots__)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowtide.cli import ckpt_answer as answer
+from lowtide.config import parse_bytes
 from lowtide.errors import ArgumentError, CheckpointError
+from lowtide.job.interrupt import import_torch
 
 if TYPE_CHECKING:
     from lowtide.checkpoint.folder import Found
@@ -38,10 +40,10 @@ def list_all(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of checkpoints.")] = ".", *, json: _Json = False
 ) -> int:
     """List the checkpoints of a folder, the newest first, and what is wrong there."""
+    where = _folder(folder)
     with _explained():
         from lowtide.checkpoint import folder as folders
 
-        where = _folder(folder)
         found, refused = folders.checkpoints(where)
         answer.listing(where, found, refused, folders.leftovers(where), json=json)
     return 0
@@ -55,6 +57,7 @@ def show(
     json: _Json = False,
 ) -> int:
     """Show what is in a checkpoint."""
+    _refuse_no_folder(checkpoint)
     with _explained():
         from lowtide.checkpoint.source import open_source
 
@@ -70,6 +73,7 @@ def verify(
     json: _Json = False,
 ) -> int:
     """Read every byte and check it. Exit code 1 if anything is not what was written."""
+    _refuse_no_folder(path)
     with _explained():
         from lowtide.checkpoint.source import verify as verify_one
 
@@ -79,7 +83,7 @@ def verify(
                 with _progress(f"reading {each.name}", json=json) as report:
                     results.append(answer.Verified(str(each), verify_one(each, report), None))
             except CheckpointError as error:
-                results.append(answer.Verified(str(each), 0, error.problem))
+                results.append(answer.Verified(str(each), 0, error.problem + _loads_all_the_same(each)))
         answer.verified(results, json=json)
     return 1 if any(result.problem is not None for result in results) else 0
 
@@ -111,14 +115,15 @@ def export(
         raise ArgumentError("--checkpoint copies everything as it is; leave out --dtype, --shard-size and --like.")
     if dtype is not None and dtype not in _DTYPES:
         raise ArgumentError(f"--dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}.")
+    shard_bytes = parse_bytes("--shard-size", shard_size)
+    _refuse_no_folder(checkpoint)
     with _explained():
         import torch
 
         from lowtide.checkpoint import export as exports
-        from lowtide.config import parse_bytes
 
         options: dict[str, Any] = {"dtype": None if dtype is None else getattr(torch, _DTYPES[dtype]), "like": like}
-        options["shard_bytes"] = parse_bytes("--shard-size", shard_size) or exports.SHARD_BYTES
+        options["shard_bytes"] = shard_bytes or exports.SHARD_BYTES
         source = _checkpoint(checkpoint)
         with _progress(f"writing {target}", json=json) as report:
             if whole:
@@ -137,9 +142,9 @@ def import_folder(
     json: _Json = False,
 ) -> int:
     """Make a checkpoint of a Hugging Face folder: weights only, step 0."""
+    if not os.path.isdir(source) and not os.path.isfile(source):
+        raise ArgumentError(f"{source!r} does not exist; give a folder with model.safetensors, or such a file.")
     with _explained():
-        if not os.path.exists(source):
-            raise ArgumentError(f"{source!r} does not exist; give a folder with model.safetensors, or such a file.")
         from lowtide.checkpoint.importing import import_hf
 
         with _progress(f"writing {target}", json=json) as report:
@@ -157,6 +162,8 @@ def diff(
     json: _Json = False,
 ) -> int:
     """Say what differs between two checkpoints, bit by bit. Exit code 1 if anything does."""
+    _refuse_no_folder(first)
+    _refuse_no_folder(second)
     with _explained():
         from lowtide.checkpoint.compare import diff as compare
 
@@ -184,10 +191,10 @@ def gc(
     """
     if keep is not None and keep < 1:
         raise ArgumentError(f"--keep is {keep}; at least 1 checkpoint stays.")
+    where = _folder(folder)
     with _explained():
         from lowtide.checkpoint.collect import MINUTES, collect
 
-        where = _folder(folder)
         done = collect(where, keep=keep, dry_run=dry_run, minutes=0 if now else MINUTES)
         answer.collected(where, done, dry_run=dry_run, json=json)
     return 0
@@ -197,12 +204,17 @@ def gc(
 
 
 def _folder(path: str) -> Path:
-    where = Path(os.path.abspath(path))
-    if not where.is_dir():
+    if not os.path.isdir(path):
         raise ArgumentError(f"{path!r} is not a folder.")
+    where = Path(os.path.abspath(path))
     if (where / "manifest.json").is_file():
         raise ArgumentError(f"{path!r} is a checkpoint; give the folder around it.")
     return where
+
+
+def _refuse_no_folder(path: str) -> None:
+    if not os.path.isdir(path):
+        raise ArgumentError(f"{path!r} is not a folder; a checkpoint is one.")
 
 
 def _checkpoint(path: str) -> Path:
@@ -211,6 +223,20 @@ def _checkpoint(path: str) -> Path:
     if not found:
         raise refused[0][1]
     return found[0]
+
+
+def _loads_all_the_same(checkpoint: Path) -> str:
+    """A word more about a damaged checkpoint of which a load reads nothing that is damaged: a job that resumes will take it."""
+    from lowtide.checkpoint.source import open_source
+
+    try:
+        with open_source(checkpoint) as source:
+            for number, table in enumerate(source.tables):
+                for block in range(len(table.blocks)):
+                    source.read_block(number, block)
+    except CheckpointError:
+        return ""
+    return "; every number in it is, so that lowtide loads it and goes on from it, but other programs may not read that file"
 
 
 def _all(path: str) -> list[Path]:
@@ -222,8 +248,6 @@ def _found(path: str) -> tuple[list[Path], list[tuple[Path, CheckpointError]]]:
     from lowtide.checkpoint import folder as folders
 
     where = Path(os.path.abspath(path))
-    if not where.is_dir():
-        raise ArgumentError(f"{path!r} is not a folder; a checkpoint is one.")
     if folders.is_checkpoint(where):
         return [where], []
     found: list[Found]
@@ -236,6 +260,7 @@ def _found(path: str) -> tuple[list[Path], list[tuple[Path, CheckpointError]]]:
 @contextlib.contextmanager
 def _explained() -> Generator[None]:
     """What the system refuses is a mistake in a path, not a traceback."""
+    import_torch()
     try:
         yield
     except (PermissionError, FileNotFoundError, NotADirectoryError) as error:

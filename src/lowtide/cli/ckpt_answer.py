@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtide.cli.output import say
 from lowtide.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -53,19 +54,19 @@ def listing(
         return
     width = max((len(row["name"]) for row in rows), default=0)
     if rows:
-        _say(f"{'name':<{width}}  {'step':>9}  ranks  stage  {'copied':>11}  {'linked':>11}  written")
+        say(f"{'name':<{width}}  {'step':>9}  ranks  stage  {'copied':>11}  {'linked':>11}  written")
     for row in rows:
         linked = _size(row["linked_bytes"]) if row["linked_bytes"] else "–"
-        _say(
+        say(
             f"{row['name']:<{width}}  {row['step']:>9}  {row['world_size']:>5}  {row['stage']:>5}  "
             f"{_size(row['copied_bytes']):>11}  {linked:>11}  {row['created']}"
         )
     for row in damaged:
-        _say(f"damaged: {Path(row['path']).name}: {row['problem']}")
+        say(f"damaged: {Path(row['path']).name}: {row['problem']}")
     if leftovers:
-        _say(f"{len(leftovers)} left by saves that have not ended; `lowtide ckpt gc` removes those of dead ones")
+        say(f"{len(leftovers)} left by saves that have not ended; `lowtide ckpt gc` removes those of dead ones")
     if not rows and not damaged:
-        _say(f"there is no checkpoint in {where}")
+        say(f"there is no checkpoint in {where}")
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
@@ -143,9 +144,9 @@ def _say_contents(facts: Mapping[str, Any], tensors: Iterable[Mapping[str, Any]]
         "extra": _short(facts["extra"]),
     }
     for name, value in lines.items():
-        _say(f"{name:<22} {value}")
+        say(f"{name:<22} {value}")
     for row in tensors:
-        _say(f"{row['name']}  {tuple(row['shape'])}  {row['dtype']}  {' '.join(row['kinds'])}")
+        say(f"{row['name']}  {tuple(row['shape'])}  {row['dtype']}  {' '.join(row['kinds'])}")
 
 
 # -- what was done ----------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def verified(results: Sequence[Verified], *, json: bool) -> None:
         return
     for result in results:
         name = Path(result.path).name
-        _say(
+        say(
             f"{name}: every byte is as it was written ({_size(result.nbytes)})"
             if result.problem is None
             else f"{name}: DAMAGED: {result.problem}"
@@ -171,7 +172,7 @@ def written(source: Path, done: Exported, *, json: bool) -> None:
         facts = {"files": list(done.files), "tensors": done.tensors, "bytes": done.nbytes}
         _say_json({"source": str(source), "target": str(done.path), **facts})
         return
-    _say(f"{done.path}: {_count(done.tensors, 'tensor')}, {_size(done.nbytes)}, in {_count(len(done.files), 'file')}")
+    say(f"{done.path}: {_count(done.tensors, 'tensor')}, {_size(done.nbytes)}, in {_count(len(done.files), 'file')}")
 
 
 def compared(found: Comparison, *, model_only: bool, json: bool) -> None:
@@ -185,16 +186,16 @@ def compared(found: Comparison, *, model_only: bool, json: bool) -> None:
     for difference in found.differences:
         shown[difference.section, difference.what] += 1
         if shown[difference.section, difference.what] <= _MOST_ALIKE:
-            _say(str(difference))
+            say(str(difference))
     if (more := sum(max(0, count - _MOST_ALIKE) for count in shown.values())) > 0:
-        _say(f"... and {more} more of these (--json has all)")
+        say(f"... and {more} more of these (--json has all)")
     amount = f"{_count(found.tensors, 'tensor')}, {_size(found.nbytes)}"
     if found.identical:
-        _say(f"identical: every bit of {amount}" + ("" if model_only else ", and every value"))
+        say(f"identical: every bit of {amount}" + ("" if model_only else ", and every value"))
         return
     for section in dict.fromkeys(d.section for d in found.differences):
-        _say(f"different: {section}: {_summary([d for d in found.differences if d.section == section])}")
-    _say(f"different: {_count(len(found.differences), 'difference')} in all ({amount} compared)")
+        say(f"different: {section}: {_summary([d for d in found.differences if d.section == section])}")
+    say(f"different: {_count(len(found.differences), 'difference')} in all ({amount} compared)")
 
 
 def _summary(differences: Sequence[Difference]) -> str:
@@ -218,18 +219,16 @@ def collected(where: Path, done: Collected, *, dry_run: bool, json: bool) -> Non
         return
     would = "would be " if dry_run else ""
     for path in done.restored:
-        _say(f"{path.name}: {would}put back, a save had moved it aside and never ended")
+        say(f"{path.name}: {would}put back, a save had moved it aside and never ended")
     for path in done.leftovers:
-        _say(f"{path.name}: {would}removed, it was left by a save that never ended")
+        say(f"{path.name}: {would}removed, it was left by a save that never ended")
     for path in done.checkpoints:
-        _say(f"{path.name}: {would}removed, there are enough newer ones")
+        say(f"{path.name}: {would}removed, there are enough newer ones")
     for spool in done.spools:
-        _say(
-            f"{spool.path.parent.name}/{spool.path.name}: {_size(spool.nbytes)} that no checkpoint refers to {would}given back"
-        )
+        say(f"{spool.path.parent.name}/{spool.path.name}: {_size(spool.nbytes)} that no checkpoint refers to {would}given back")
     for item in done.left:
-        _say(f"{item.path.relative_to(where)}: left alone: {item.reason}")
-    _say(f"{_size(done.nbytes)} {would}given back")
+        say(f"{item.path.relative_to(where)}: left alone: {item.reason}")
+    say(f"{_size(done.nbytes)} {would}given back")
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -252,11 +251,3 @@ def _short(value: object) -> str:
 
 def _say_json(value: Mapping[str, Any]) -> None:
     sys.stdout.write(json_text.dumps(value) + "\n")
-
-
-def _say(text: str) -> None:
-    """A line; names come from files, so what a terminal would act on is taken out."""
-    from lowtide.planning.text import clean
-
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(clean(text).encode(encoding, errors="replace").decode(encoding) + "\n")

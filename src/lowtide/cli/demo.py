@@ -11,6 +11,7 @@ from lowtide.cli.output import say_failure, say_wrong
 from lowtide.cli.train import new_run_folder
 from lowtide.errors import ArgumentError
 from lowtide.job.options import Options, check_run_folder
+from lowtide.job.run_folder import refuse_unusable_run
 from lowtide.job.sides import SideFailed
 from lowtide.job.story import PRESET, RANKS, tell_story
 
@@ -30,6 +31,7 @@ def demo(
         raise ArgumentError(f"--seconds is {seconds}; give a number > 0, such as 60.")
     folder = run or new_run_folder("demo")
     check_run_folder(folder)
+    refuse_unusable_run(folder)
     training = Options(preset=PRESET, ranks=RANKS, data=data, run=folder)
     try:
         ending = tell_story(Console(), seconds=seconds, training=training)

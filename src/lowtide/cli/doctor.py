@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lowtide.cli.output import say
 from lowtide.errors import ArgumentError, DeadlineExceeded, PeerFailed
+from lowtide.job.interrupt import import_torch
 from lowtide.job.machine import machine_facts
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def doctor(
     folders: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[DIR]...", help="Folders that jobs use as --disk: measured, and searched for what dead jobs left."
+            metavar="[DIR]...", help="Folders on the disks to measure; they are also searched for what dead jobs left."
         ),
     ] = None,
     *,
@@ -67,7 +69,8 @@ def doctor(
         raise ArgumentError("--clean is given, but no folder to clean; name the folders that jobs used as --disk.")
     for folder in named:
         if not os.path.isdir(folder):
-            raise ArgumentError(f"{folder!r} is not a folder; name the folders that jobs used as --disk.")
+            raise ArgumentError(f"{folder!r} is not a folder; name one that is there, such as . (the disk of it is measured).")
+    import_torch()
     findings = [_look_for_leftovers(folder, clean=clean) for folder in named]
     facts = dict(machine_facts())
     found = _Examiner(shows_progress=not json and sys.stderr.isatty(), remembers=quick or clean, measures=not clean).examine(
@@ -75,15 +78,15 @@ def doctor(
     )
     if json:
         whole = {"machine": facts, "folders": [asdict(finding) for finding in findings], **asdict(found)}
-        _write(json_text.dumps(whole))
+        say(json_text.dumps(whole))
         return 0
     for name, value in facts.items():
-        _write(f"{name:<10} {value}")
+        say(f"{name:<10} {value}")
     for line in [*_speed_lines(found), *_advice_lines(found)]:
-        _write(line)
+        say(line)
     for finding in findings:
         for line in _lines(finding, clean=clean):
-            _write(line)
+            say(line)
     return 0
 
 
@@ -222,7 +225,3 @@ def _lines(finding: Finding, *, clean: bool) -> list[str]:
     lines = [f"removed {path}, which a dead job left" for path in finding.removed]
     why = "was kept: it holds files that lowtide did not make" if clean else "was left by a dead job (--clean removes it)"
     return lines + [f"{path} {why}" for path in finding.left]
-
-
-def _write(line: str) -> None:
-    sys.stdout.write(line + "\n")

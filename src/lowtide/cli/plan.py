@@ -111,8 +111,9 @@ def plan(
         accumulate=accumulate,
         objective=objective,
     )
-    question = ask(what, where, how)
     output = Output(json=json, svg=svg, html=html, save=save)
+    output.refuse_unwritable()
+    question = ask(what, where, how)
     if varied is not None:
         return _compare(question, varied, output)
     return _plan_once(question, output, explained=explain, must_fit=params is None or where.is_given)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtide.cli.output import say
 from lowtide.errors import ArgumentError, DoesNotFit
+from lowtide.job.words import in_flags
 
 if TYPE_CHECKING:
     from lowtide.cli.plan_question import Question
@@ -27,6 +29,12 @@ class Output:
     html: str | None
     save: str | None
 
+    def refuse_unwritable(self) -> None:
+        """Raise before anything is worked out, if a file cannot be made where it is to go."""
+        for flag, path in (("--svg", self.svg), ("--html", self.html), ("--save", self.save)):
+            if path is not None and (not Path(path).parent.is_dir() or os.path.isdir(path)):
+                raise ArgumentError(f"{flag} is {path!r}; give a file, in a folder that is there.")
+
 
 def answer_plan(question: Question, model: ModelSpec, plan: Plan, output: Output) -> None:
     """It fits."""
@@ -38,9 +46,9 @@ def answer_plan(question: Question, model: ModelSpec, plan: Plan, output: Output
     _write_file("--save", output.save, lambda: plan.to_json() + "\n")
     if output.json:
         states = states_facts(model, question.request, plan.stage)
-        _say(json.dumps({"fits": True, **json.loads(plan.to_json()), **states, "notes": question.notes}))
+        say(json.dumps({"fits": True, **json.loads(plan.to_json()), **states, "notes": question.notes}))
         return
-    _say("\n".join([str(plan), *_note_lines(question)]))
+    say(*str(plan).split("\n"), *_note_lines(question))
 
 
 def answer_short(question: Question, model: ModelSpec, error: DoesNotFit, output: Output) -> None:
@@ -55,7 +63,7 @@ def answer_short(question: Question, model: ModelSpec, error: DoesNotFit, output
         limit: dict[str, Any] = {"tier": error.tier, "needed_bytes": error.needed_bytes, "budget_bytes": error.budget_bytes}
         found = [{"change": w.change, "predicted_seconds": w.plan.predicted_seconds if w.plan.batch else None} for w in ways]
         facts = {"model": model.name, "hardware": question.hardware.name, **states}
-        _say(json.dumps({"fits": False, **facts, **limit, "short_bytes": short, "ways_out": found, "notes": question.notes}))
+        say(json.dumps({"fits": False, **facts, **limit, "short_bytes": short, "ways_out": found, "notes": question.notes}))
         return
     from lowtide.planning.text import count_text, seconds_text, size_text
 
@@ -80,7 +88,7 @@ def answer_short(question: Question, model: ModelSpec, error: DoesNotFit, output
     for way in ways:
         seconds = f"{seconds_text(way.plan.predicted_seconds)} a step" if way.plan.batch else ""
         lines.append(f"  - {way.change:<66}{seconds}".rstrip())
-    _say("\n".join([*lines, *_note_lines(question)]))
+    say(*map(in_flags, lines), *_note_lines(question))
 
 
 def answer_frontier(question: Question, points: Sequence[Point], output: Output) -> None:
@@ -92,10 +100,10 @@ def answer_frontier(question: Question, points: Sequence[Point], output: Output)
     _write_file("--svg", output.svg, lambda: frontier_svg(points))
     _write_file("--html", output.html, lambda: frontier_page(points, frontier_svg(points)))
     if output.json:
-        _say(json.dumps({"model": question.name, "what_if": [p.to_dict() for p in points], "notes": question.notes}))
+        say(json.dumps({"model": question.name, "what_if": [p.to_dict() for p in points], "notes": question.notes}))
         return
     head = f"{question.name} on {question.hardware.name}"
-    _say("\n".join([head, "", frontier_text(points), *_note_lines(question)]))
+    say(head, "", *frontier_text(points).split("\n"), *_note_lines(question))
 
 
 def _ranks(question: Question) -> str:
@@ -114,9 +122,3 @@ def _write_file(flag: str, path: str | None, text: Any) -> None:
         Path(path).write_text(text(), encoding="utf-8")
     except OSError as error:
         raise ArgumentError(f"{flag} is {path!r}, which cannot be written: {error.strerror}.") from error
-
-
-def _say(text: str) -> None:
-    """To standard output, also where that knows no bars: they become question marks."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")

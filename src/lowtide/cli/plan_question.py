@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lowtide.config import Activations, parse_bytes, parse_stage
 from lowtide.errors import ArgumentError, Error
+from lowtide.job.interrupt import import_torch
+from lowtide.job.options import Options
+from lowtide.planning.request import VARIABLE
 
 if TYPE_CHECKING:
     from lowtide.planning.question import Machine, ModelFor
@@ -17,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BATCH = 2
 _RANGE = re.compile(r"^([a-z-]+)=(.+?)\.\.(.+)$")
+_ONE_SIZE = re.compile(r"^([a-z-]+)=([^.=]+(?:\.\d+)?[^.=]*)$")
 _LETTERS = re.compile(r"[a-zA-Z]+$")
 _CLUSTER_KEYS = ("nodes", "gpus", "hardware", "network")
 _NETWORK_LATENCY = 50e-6
@@ -77,10 +83,12 @@ class _Cluster:
 def ask(what: Subject, where: Place, how: Request) -> Question:
     """The question that flags ask; every mistake in them is an ArgumentError. ``how``: what of a request has no place."""
     _one_subject(what)
-    batch = _batch_size(what)
+    batch = _batchparse_bytes(what)
+    cluster = None if where.cluster is None else parse_cluster(where.cluster)
+    _refuse_wrong_words(what, where, how, cluster)
+    import_torch()
     from lowtide.planning.question import compute_dtype, make_request, with_device_memory
 
-    cluster = None if where.cluster is None else parse_cluster(where.cluster)
     machine = _machine(where, cluster)
     hardware = machine.hardware
     dtype = compute_dtype(how.precision, hardware)
@@ -96,18 +104,65 @@ def ask(what: Subject, where: Place, how: Request) -> Question:
     )
 
 
+def _refuse_wrong_words(what: Subject, where: Place, how: Request, cluster: _Cluster | None) -> None:
+    """What can be known to be wrong without torch, which takes seconds to import: all that is only looked up."""
+    from lowtide.planning.formulas import from_precision
+    from lowtide.planning.question import folders_of
+    from lowtide.spec.architectures import architecture
+    from lowtide.spec.catalogue import load
+    from lowtide.spec.counts import parse_count
+
+    for flag, size in (("--memory", where.memory), ("--device-memory", where.device_memory)):
+        parse_bytes(flag, size)
+    _rank_memories(where)
+    parse_stage(_stage(how), 1)
+    from_precision(how.precision, how.optimizer)
+    Activations(how.activations)
+    if where.world_size is not None and where.world_size < 1:
+        raise ArgumentError(f"--world-size is {where.world_size}; give a whole number >= 1.")
+    if what.params is not None:
+        with _about("--params"):
+            parse_count(what.params)
+    if what.arch is not None:
+        with _about("--arch"):
+            architecture(what.arch, batch=1, sequence=what.sequence)
+    Options(preset=what.preset, model=what.model)
+    named = where.hardware if cluster is None or cluster.hardware is None else cluster.hardware
+    if named in (None, "this"):
+        folders_of(where.disk)
+    else:
+        with _about("--hardware"):
+            load(named)
+
+
+@contextmanager
+def _about(flag: str) -> Generator[None, None, None]:
+    """Say which flag it was that an error is about, unless the error says so itself."""
+    try:
+        yield
+    except ArgumentError as error:
+        if "--" in str(error):
+            raise
+        raise ArgumentError(f"{flag}: {error}") from error
+
+
+def _stage(how: Request) -> int | str:
+    stage = str(how.stage)
+    return int(stage) if stage.isdecimal() else stage
+
+
 def parse_range(text: str) -> tuple[str, int, int]:
     """``memory=2..16GiB`` → what varies, and from where to where. A size without a unit has that of the other."""
-    from lowtide.planning.frontier import FIELDS
-
     match = _RANGE.match(text.strip())
-    if match is None or match[1] not in FIELDS:
-        raise ArgumentError(f"--what-if is {text!r}; write {', '.join(FIELDS)} and a range, such as memory=2..16GiB.")
+    if match is None or match[1] not in VARIABLE:
+        one = _ONE_SIZE.match(text.strip())
+        why = f"{one[2]!r} is one size, not a range; " if one is not None and one[1] in VARIABLE else ""
+        raise ArgumentError(f"--what-if is {text!r}; {why}write {', '.join(VARIABLE)} and a range, such as memory=2..16GiB.")
     what, low, high = match[1], match[2].strip(), match[3].strip()
     unit = _LETTERS.search(high)
     if unit is not None and not _LETTERS.search(low):
         low += unit[0]
-    smallest, largest = _size("--what-if", low), _size("--what-if", high)
+    smallest, largest = parse_bytes("--what-if", low), parse_bytes("--what-if", high)
     if smallest is None or largest is None or smallest >= largest:
         raise ArgumentError(f"--what-if is {text!r}; the first size must be below the second.")
     return what, smallest, largest
@@ -130,7 +185,7 @@ def parse_cluster(text: str) -> _Cluster:
         nodes=_whole(text, "nodes", given["nodes"]),
         ranks_per_node=_whole(text, "gpus", given["gpus"]) if "gpus" in given else None,
         hardware=given.get("hardware"),
-        network=_size("--cluster network", given.get("network")),
+        network=parse_bytes("--cluster network", given.get("network")),
     )
 
 
@@ -164,15 +219,14 @@ def _request(where: Place, how: Request, cluster: _Cluster | None, hardware: Har
         world_size = cluster.nodes * ranks
         if where.world_size not in (None, world_size):
             raise ArgumentError(f"--world-size is {where.world_size}, but --cluster has {world_size} ranks; leave one out.")
-    stage = str(how.stage)
     return replace(
         how,
-        stage=int(stage) if stage.isdecimal() else stage,
+        stage=_stage(how),
         world_size=world_size,
         ranks_per_host=ranks,
-        memory_bytes=_size("--memory", where.memory),
+        memory_bytes=parse_bytes("--memory", where.memory),
         rank_memory_bytes=memories,
-        device_memory_bytes=_size("--device-memory", where.device_memory),
+        device_memory_bytes=parse_bytes("--device-memory", where.device_memory),
     )
 
 
@@ -183,14 +237,8 @@ def _rank_memories(where: Place) -> tuple[int, ...]:
         raise ArgumentError(
             "--rank-memory is for ranks on hosts of their own, without a disk; leave out --memory, --cluster and --disk."
         )
-    sizes = [_size("--rank-memory", text.strip()) for text in where.rank_memory.split(",")]
+    sizes = [parse_bytes("--rank-memory", text.strip()) for text in where.rank_memory.split(",")]
     return tuple(size for size in sizes if size is not None)
-
-
-def _size(what: str, text: str | None) -> int | None:
-    from lowtide.config import parse_bytes
-
-    return parse_bytes(what, text)
 
 
 def _whole(text: str, key: str, value: str) -> int:
@@ -213,7 +261,7 @@ def _one_subject(what: Subject) -> None:
         raise ArgumentError(f"{' and '.join(given)} are given; a plan is for one model, choose one.")
 
 
-def _batch_size(what: Subject) -> int | None:
+def _batchparse_bytes(what: Subject) -> int | None:
     """``None`` for ``auto``; 0 where nothing is known of a batch."""
     known_sequence = what.params is None or what.sequence is not None
     if what.sequence is not None and what.sequence < 1:
@@ -252,7 +300,6 @@ def _traced(what: Subject, dtype: str, device: str) -> Callable[[int], ModelSpec
     import torch
 
     from lowtide.job.models import build_model
-    from lowtide.job.options import Options
     from lowtide.job.planned import spec_of
 
     options = Options(preset=what.preset, model=what.model)

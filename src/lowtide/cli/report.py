@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lowtide.cli.output import say
 from lowtide.errors import ArgumentError
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder: --run of lowtide train, run= of lowtide.shard.")]
@@ -47,5 +48,5 @@ def report(
     if json:
         sys.stdout.write(made.json() + "\n")
         return 0
-    sys.stdout.write(f"{made}\n\n" + "".join(f"written: {path}\n" for path in written))
+    say(*str(made).split("\n"), "", *(f"written: {path}" for path in written))
     return 0

@@ -10,14 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from lowtide.cli.output import say_failure, say_wrong
+from lowtide.config import ACTIVATION_POLICIES
 from lowtide.errors import ArgumentError
 from lowtide.job.failure import describe
 from lowtide.job.launch import launched_by
-from lowtide.job.options import ACTIVATIONS, Options, check_same_run, parse_batch_word, parse_stage_word
+from lowtide.job.options import Options, check_same_run, parse_batch_word, parse_stage_word, remarks
 from lowtide.job.presets import PRESETS
 from lowtide.job.restarts import start_with_restarts
-from lowtide.job.run_folder import refuse_run_in_use
+from lowtide.job.run_folder import refuse_unusable_run
 from lowtide.job.ways import ways_out_of
+from lowtide.job.worker import run_member
 from lowtide.reporting.report import leave_post_mortem
 
 _DEFAULTS = Options()
@@ -116,7 +118,7 @@ def train(
         typer.Option(metavar="DIR[:SIZE]", help="A folder for what does not fit, and how much of it. May be given repeatedly."),
     ] = None,
     activations: Annotated[
-        str, typer.Option(help=f"What backward needs from forward: {', '.join(ACTIVATIONS)}.")
+        str, typer.Option(help=f"What backward needs from forward: {', '.join(ACTIVATION_POLICIES)}.")
     ] = _DEFAULTS.activations,
     update: _Update = None,
     adapt: _Adapt = _DEFAULTS.adapt,
@@ -149,9 +151,12 @@ def train(
     folder = run if run is not None else None if synthetic else new_run_folder(model or preset or _DEFAULTS.model_name)
     options = Options(**chosen, stage=parse_stage_word(stage), run=folder)
     placement = launched_by()
-    if options.run is not None and (placement is None or placement.rank == 0):  # the other ranks may find rank 0's files there
-        check_same_run(options)
-        refuse_run_in_use(options.run)
+    if placement is None or placement.rank == 0:  # the other ranks may find rank 0's files there
+        if options.run is not None:
+            check_same_run(options)
+            refuse_unusable_run(options.run)
+        for remark in remarks(options):
+            say_wrong(remark)
     return run_job(options, output="json" if json else "text")
 
 
@@ -165,9 +170,6 @@ def run_job(options: Options, *, output: str) -> int:
     if options.ranks > 1 or options.restarts:
         failure = start_with_restarts(options, output=output, say=say_wrong)
         return 0 if failure is None else say_failure(failure, ranks=options.ranks)
-    from lowtide.job.ranks import end_launched_rank  # imports torch: not before the options are known to be right
-    from lowtide.job.worker import run_member
-
     try:
         return run_member(options, output=output)
     except (Exception, KeyboardInterrupt) as error:
@@ -178,6 +180,8 @@ def run_job(options: Options, *, output: str) -> int:
             if told is not None:
                 say_wrong(told)
         if placement is not None:
+            from lowtide.job.ranks import end_launched_rank  # imports torch: not before the options are known to be right
+
             end_launched_rank(error, failure)
         return code
 

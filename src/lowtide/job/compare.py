@@ -1,14 +1,10 @@
-"""The same few steps twice, as plain PyTorch and with lowtide: one loop, one line of difference, each in fresh processes.
-
-``python -m lowtide.job.compare plain|lowtide '<options>' <file for the result>`` is one rank of one side.
-"""
+"""The same few steps twice, as plain PyTorch and with lowtide: one loop, one line of difference, each in fresh processes."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -92,12 +88,9 @@ def _digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _main(name: str, options: Options, result: Path) -> None:
+def write_side(name: str, options: Options, result: Path) -> None:
+    """Run one side as a rank, and let rank 0 write what came out."""
     with joined() as member:
         side = run_side(name, options, member)
         if member.rank == 0:
             result.write_text(json.dumps(asdict(side)))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], Options.from_json(sys.argv[2]), Path(sys.argv[3]))

@@ -15,9 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lowtide.files import open_plain, read_plain
+
 _log = logging.getLogger("lowtide")
 
 FILE = "events.jsonl"
+_MOST_BYTES = 256 * 2**20
+"""More is not read."""
 COUNTED = ("save", "save_failed", "resume", "passed_over", "skip", "signal", "restart", "failure")
 """What is counted; ``start`` and ``end`` of a process stand in the file as well."""
 
@@ -38,7 +42,7 @@ class Events:
         self.listener(event, cause)
         if self._path is not None:
             try:
-                with open(self._path, "ab", buffering=0) as file:
+                with open(open_plain(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as file:
                     file.write(f"{_after_torn_line(self._path)}{json.dumps(entry)}\n".encode())
             except OSError as error:
                 _log.warning("%s was not noted in %s: %s", event, self._path, error.strerror)
@@ -66,7 +70,7 @@ class Events:
 
 def _after_torn_line(path: Path) -> str:
     """What keeps a new line apart from one that a crash has torn."""
-    with open(path, "rb") as file:
+    with open(open_plain(path), "rb") as file:
         if not file.seek(0, os.SEEK_END):
             return ""
         file.seek(-1, os.SEEK_END)
@@ -77,8 +81,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
     """The events so far; a line that a crash has torn is none."""
     entries: list[dict[str, Any]] = []
     try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
+        lines = read_plain(path, _MOST_BYTES).splitlines()
+    except OSError:  # not there; or what is there is no run's, which writing to it will say
         return entries
     for line in lines:
         try:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -23,6 +24,29 @@ class StopRequest:
     """The signal that asked this process to stop, 0 if none did. Set by the signal handler, read between steps."""
 
     number: int = 0
+
+
+@contextmanager
+def ends_at_once() -> Generator[None, None, None]:
+    """For imports, which take seconds and leave nothing to put in order: Ctrl-C ends the process there, without a word.
+
+    As an exception it would come out of the middle of an import: as a traceback, as another exception, or not at all.
+    """
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # or the caller of this process chose otherwise
+    if not raises or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def import_torch() -> None:
+    """Ahead of what needs it, so that Ctrl-C finds nothing half imported."""
+    with ends_at_once():
+        import_module("torch")
 
 
 @contextmanager

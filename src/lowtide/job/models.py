@@ -7,7 +7,8 @@ A function named by ``--model package.module:function`` takes no arguments and r
 
 and that returns the mean loss as a 0-dim tensor, or something with a ``loss`` (an attribute or a key).
 How many tokens it knows and how many it looks at is read from ``model.vocab_size`` and ``model.context``, or from
-``model.config.vocab_size`` and ``model.config.max_position_embeddings``; otherwise it is what the presets have.
+``model.config.vocab_size`` and ``model.config.max_position_embeddings``; otherwise it is what the presets have, and a model
+whose embeddings are all smaller than that is refused.
 """
 
 from __future__ import annotations
@@ -15,20 +16,27 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.errors import ArgumentError
+from lowtide.errors import ArgumentError, DoesNotFit
 from lowtide.job.batches import Batch
 from lowtide.job.gpt import GPT
 from lowtide.job.options import Options
 from lowtide.job.presets import CONTEXT, PRESETS, TOKENS
+
+_CONTRACT = (
+    "A model for --model has forward(tokens, targets) -> mean loss (a 0-dim tensor, or something with .loss), "
+    "or forward(input_ids=, labels=) as in Hugging Face."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +57,40 @@ def build_model(options: Options) -> Built:
     A job that has a disk builds it there: a model that does not fit in memory never is in memory.
     """
     folders = options.disk_folders
-    with lowtide.deferred(folders[0]) if folders else nullcontext():
-        model = _call_factory(options.model) if options.model is not None else GPT(PRESETS[options.model_name])
+    try:
+        with lowtide.deferred(folders[0]) if folders else nullcontext():
+            model = _make(options)
+    except DoesNotFit as error:
+        raise _whole_need(options, error) from error
     config = getattr(model, "config", None)
+    vocabulary = _whole_number(model, config, ("vocab_size",), TOKENS)
+    if options.model is not None:
+        _refuse_other_forward(options.model, model)
+        _refuse_small_embedding(options.model, model, vocabulary)
     return Built(
         model=model,
-        vocabulary=_whole_number(model, config, ("vocab_size",), TOKENS),
+        vocabulary=vocabulary,
         context=min(CONTEXT, _whole_number(model, config, ("context", "max_position_embeddings", "n_positions"), CONTEXT)),
         shifts_itself=_shifts_itself(model),
         loss=_loss_of(model),
     )
+
+
+def _make(options: Options) -> nn.Module:
+    return _call_factory(options.model) if options.model is not None else GPT(PRESETS[options.model_name])
+
+
+def _whole_need(options: Options, error: DoesNotFit) -> DoesNotFit:
+    """The same error, with what the whole model needs: that a tensor found no room says little about how much is missing."""
+    with torch.device("meta"):
+        model = _make(options)
+    built = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    states = 4 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    fix = (
+        f"While it is built, the model's files need so much in {options.disk_folders[0]!r}; parameters, gradients and AdamW's "
+        f"states then need up to {states / 2**20:.1f} MiB more. Make room, or give --disk another folder first."
+    )
+    return DoesNotFit(error.tier, built, shutil.disk_usage(options.disk_folders[0]).free, fix)
 
 
 def _call_factory(name: str) -> nn.Module:
@@ -81,6 +113,28 @@ def _call_factory(name: str) -> nn.Module:
     return model
 
 
+def _refuse_other_forward(name: str, model: nn.Module) -> None:
+    if _shifts_itself(model):
+        return
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind("tokens", "targets")
+    except TypeError as error:
+        takes = f"its forward{signature} cannot be called with (tokens, targets)"
+        raise ArgumentError(f"--model is {name!r}: {takes} ({error}). {_CONTRACT}") from error
+
+
+def _refuse_small_embedding(name: str, model: nn.Module, vocabulary: int) -> None:
+    """A model that looks tokens up, but not one of whose tables has room for all of them."""
+    rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    if rows and max(rows) < vocabulary:
+        raise ArgumentError(
+            f"--model is {name!r}: its largest embedding has {max(rows)} rows, but it would get tokens up to {vocabulary - 1}. "
+            f"Say what it knows: model.vocab_size = {max(rows)}, and model.context if it looks at fewer than {CONTEXT} tokens. "
+            f"{_CONTRACT}"
+        )
+
+
 def _whole_number(model: nn.Module, config: object, names: tuple[str, ...], default: int) -> int:
     for owner in (model, config):
         for name in names:
@@ -100,7 +154,13 @@ def _loss_of(model: nn.Module) -> Callable[[Batch], Tensor]:
 
     def loss(batch: Batch) -> Tensor:
         tokens, targets = batch
-        result = model(input_ids=tokens, labels=tokens) if shifts_itself else model(tokens, targets)
+        try:
+            result = model(input_ids=tokens, labels=tokens) if shifts_itself else model(tokens, targets)
+        except IndexError as error:
+            raise ArgumentError(
+                f"the model cannot look up what it was given ({error}): tokens up to {int(tokens.max())} in texts of "
+                f"{tokens.shape[1]}. Set model.vocab_size and model.context to what its embeddings have room for."
+            ) from error
         return _find_loss(result)
 
     return loss
@@ -111,8 +171,5 @@ def _find_loss(result: Any) -> Tensor:
         result = cast(Mapping[str, Any], result).get("loss", result)
     result = getattr(result, "loss", result)
     if not isinstance(result, Tensor) or result.dim() != 0:
-        raise ArgumentError(
-            f"the model returned {type(result).__name__}; --model needs forward(tokens, targets) -> mean loss (0-dim tensor), "
-            f"or a result with .loss."
-        )
+        raise ArgumentError(f"the model returned {type(result).__name__}. {_CONTRACT}")
     return result

@@ -13,16 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from lowtide.config import ACTIVATION_POLICIES, ADAPTATIONS, UPDATES, parse_bytes, parse_disk
 from lowtide.errors import ArgumentError
+from lowtide.files import read_plain
 from lowtide.job.presets import PRESETS
+from lowtide.reporting.loggers import check_logger
 
 _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-ACTIVATIONS = ("auto", "keep", "recompute", "host", "disk")
-UPDATES = ("step", "backward")
 NONFINITE = ("skip", "raise")
-ADAPT = ("placement", "throughput")
 _SAME_RUN = ("preset", "model", "data", "synthetic")
 """What must be as it was when a command goes on with a run."""
+_REPLACED = ("plan.txt", "plan.json", "metrics.jsonl")
+_OWN = ("checkpoints", "events.jsonl", "timeline")
+"""What a folder may have that was a run's of ``lowtide.shard``, or of a job that ended before it had begun."""
+_HIGH_RATE = 0.1
+_MOST_BYTES = 16 << 20
+"""Of a run's own description."""
 MAX_RANKS = 256
 """More ranks on one host than this are a typing error."""
 
@@ -71,17 +77,26 @@ class Options:
             raise ArgumentError(f"--model is {self.model!r}; write package.module:function, the function returns the model.")
         if self.synthetic and self.data is not None:
             raise ArgumentError("--synthetic and --data are both given; random tokens need no text, choose one of them.")
-        if self.data is not None and not os.path.exists(self.data):
-            raise ArgumentError(f"--data is {self.data!r}, which does not exist; give a text file or a folder of text files.")
+        if self.data is not None:
+            self._check_data(self.data)
         self._check_numbers()
         self._check_tiers()
         self._check_saves()
 
+    def _check_data(self, data: str) -> None:
+        fix = "give a text file or a folder of text files."
+        if not os.path.exists(data):
+            raise ArgumentError(f"--data is {data!r}, which does not exist; {fix}")
+        if not os.path.isdir(data) and not os.path.isfile(data):
+            raise ArgumentError(f"--data is {data!r}, which is no plain file; {fix}")
+        if os.path.isdir(data) and not any(files for _, _, files in os.walk(data)):
+            raise ArgumentError(f"--data is {data!r}, which holds no text; {fix}")
+
     def _check_numbers(self) -> None:
         _at_least("--steps", self.steps, 1)
-        if isinstance(self.batch, str):
-            _one_of("--batch", self.batch, ("auto",))
-        else:
+        if isinstance(self.batch, str) and self.batch != "auto":
+            raise ArgumentError(f"--batch is {self.batch!r}; give a whole number >= 1, or auto.")
+        if not isinstance(self.batch, str):
             _at_least("--batch", self.batch, 1)
         _at_least("--ranks", self.ranks, 1)
         _at_least("--threads", self.threads, 1)
@@ -97,14 +112,11 @@ class Options:
             )
 
     def _check_tiers(self) -> None:
-        _one_of("--activations", self.activations, ACTIVATIONS)
-        _one_of("--adapt", self.adapt, ADAPT)
-        if self.memory is not None or self.disk:
-            # Here, not above: it imports torch, for which --help and a mistyped flag should not wait.
-            from lowtide.config import parse_bytes, parse_disk
-
-            parse_bytes("--memory", self.memory)
-            parse_disk(list(self.disk))
+        _one_of("--activations", self.activations, ACTIVATION_POLICIES)
+        _one_of("--adapt", self.adapt, ADAPTATIONS)
+        parse_bytes("--memory", self.memory)
+        for folder in self.disk:
+            parse_disk(folder, what="--disk")
         if self.activations == "disk" and not self.disk:
             raise ArgumentError("--activations is 'disk', which needs a folder: give --disk DIR.")
         if self.update is None:
@@ -118,12 +130,18 @@ class Options:
 
     def _check_saves(self) -> None:
         _one_of("--nonfinite", self.nonfinite, NONFINITE)
+        for word in self.log:
+            check_logger(word, what="--log")
         _at_least("--save-every", self.save_every, 0)
         _at_least("--keep", self.keep, 1)
         _at_least("--restarts", self.restarts, 0)
         if self.resume not in ("auto", "never") and not os.path.isdir(self.resume):
             raise ArgumentError(
                 f"--resume is {self.resume!r}, which is no folder; allowed: auto, never, a folder of a checkpoint or of a run."
+            )
+        if self.resume not in ("auto", "never") and not _holds_a_checkpoint(Path(self.resume)):
+            raise ArgumentError(
+                f"--resume is {self.resume!r}, which holds no checkpoint; name a checkpoint, a folder of them, or of a run."
             )
         if self.run is None:
             for flag, given in (("--save-every", self.save_every), ("--restarts", self.restarts)):
@@ -144,11 +162,7 @@ class Options:
     @property
     def disk_folders(self) -> list[str]:
         """The folders of ``disk``, without their sizes."""
-        if not self.disk:
-            return []
-        from lowtide.config import parse_disk
-
-        return [folder.path for folder in parse_disk(list(self.disk))]
+        return [folder.path for entry in self.disk for folder in parse_disk(entry, what="--disk")]
 
     @property
     def batch_size(self) -> int:
@@ -159,10 +173,6 @@ class Options:
 
     @property
     def memory_bytes(self) -> int | None:
-        if self.memory is None:
-            return None
-        from lowtide.config import parse_bytes
-
         return parse_bytes("--memory", self.memory)
 
     @property
@@ -214,13 +224,46 @@ def check_same_run(options: Options) -> None:
             )
 
 
+def _strange_files(run: str) -> list[str]:
+    """What is in a folder that is to become a run's, and is no run's. Raises if the run would replace a file of it."""
+    folder = Path(run)
+    if not folder.is_dir() or any((folder / name).exists() for name in ("config.json", "lock")):
+        return []
+    names = sorted(os.listdir(folder))
+    lost = [name for name in names if name in _REPLACED]
+    if lost:
+        raise ArgumentError(f"--run is {run!r}, which holds a {lost[0]} that no run has written; choose an empty folder.")
+    return [name for name in names if name not in _OWN]
+
+
 def _config_of(run: str) -> dict[str, Any] | None:
     """What a run was asked for, if the folder holds one."""
     try:
-        config: Any = json.loads(Path(run, "config.json").read_text())
+        config: Any = json.loads(read_plain(Path(run, "config.json"), _MOST_BYTES))
     except (OSError, ValueError):
         return None
     return cast("dict[str, Any]", config) if isinstance(config, dict) else None
+
+
+def _holds_a_checkpoint(folder: Path) -> bool:
+    """Whether there is one to be seen; whether it can be read is another question."""
+    return any(any(folder.glob(f"{where}manifest.json")) for where in ("", "*/", "checkpoints/*/"))
+
+
+def remarks(options: Options) -> list[str]:
+    """What is allowed, and probably a mistake."""
+    found: list[str] = []
+    asked = options.ranks * (options.threads or 1)
+    if asked > cores():
+        what = f"--ranks {options.ranks}" if options.threads is None else f"--threads {options.threads}"
+        there = f"{cores()} core{'s' if cores() > 1 else ''}"
+        found.append(f"{what} asks for {asked} threads at once, but there are {there}: that is slower, not faster.")
+    if options.lr > _HIGH_RATE:
+        found.append(f"--lr is {options.lr:g}, at which AdamW hardly ever learns; 1e-3 and less are usual.")
+    if options.run is not None and (strange := _strange_files(options.run)):
+        few = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
+        found.append(f"--run is {options.run!r}, which holds other files ({few}); the run's are put next to them.")
+    return found
 
 
 def cores() -> int:

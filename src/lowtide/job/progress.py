@@ -13,6 +13,7 @@ from rich.text import Text
 from lowtide.job.gauges import Gauge, Limits, gauge_row, gauges
 from lowtide.job.placement import mebibytes
 from lowtide.job.records import StepRecord, ValidationRecord
+from lowtide.job.words import spoken
 
 _LOG_LINES = 10
 """About how many lines of steps a log gets."""
@@ -63,7 +64,7 @@ class Lines:
         self._started = 0.0
 
     def tell(self, message: str) -> None:
-        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(spoken(message), highlight=False, markup=False, soft_wrap=True)
 
     def start(self, steps: int, limits: Limits, *, done: int = 0) -> None:
         self._steps = steps
@@ -129,7 +130,7 @@ class Bar:
         self._limits = Limits()
 
     def tell(self, message: str) -> None:
-        self._progress.console.print(message, highlight=False, markup=False)
+        self._progress.console.print(spoken(message), highlight=False, markup=False)
 
     def start(self, steps: int, limits: Limits, *, done: int = 0) -> None:
         self._steps = steps

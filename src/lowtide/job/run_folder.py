@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Generator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentError
+from lowtide.files import open_plain, replace_plain
 from lowtide.job.events import Events
 from lowtide.job.options import Options
 from lowtide.job.records import StepRecord, ValidationRecord
@@ -31,6 +33,8 @@ _METRICS = "metrics.jsonl"
 _LOCK = "lock"
 _PATIENCE = 3.0
 """How long a new job waits for the lock: the ranks of one that has just failed may take that long to end."""
+_LEAST_ROOM = 1 << 20
+"""Without so much, a run has no place for its first files."""
 
 
 class RunInUse(ArgumentError):
@@ -43,27 +47,30 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock: int | None = _take_lock(path, os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._lock: int | None = _take_lock(path, open_plain(path / _LOCK, os.O_RDWR | os.O_CREAT, mode=0o600))
         except OSError as error:
-            raise ArgumentError(f"--run is {str(path)!r}, which cannot be written to ({error.strerror}).") from error
+            raise _unwritable(path, error) from error
         self.path = path
         self.events = Events(path)
         self._metrics: Any = None
 
     def write_config(self, options: Options, facts: dict[str, Any]) -> None:
-        _replace(self.path / "config.json", json.dumps({**json.loads(options.to_json()), **facts}, indent=2) + "\n")
+        self._replace("config.json", json.dumps({**json.loads(options.to_json()), **facts}, indent=2) + "\n")
 
     def write_plan(self, text: str, plan: Plan | None) -> None:
-        _replace(self.path / "plan.txt", text)
+        self._replace("plan.txt", text)
         if plan is not None:
-            _replace(self.path / "plan.json", plan.to_json() + "\n")
+            self._replace("plan.json", plan.to_json() + "\n")
 
     def begin(self, step: int) -> None:
         """Records are added from now on. Those of steps after ``step`` are of a process that died: they are made again."""
         path = self.path / _METRICS
-        if path.exists():
-            _replace(path, "".join(_lines_until(path, step)))
-        self._metrics = open(path, "ab", buffering=0)
+        try:
+            if os.path.lexists(path):
+                replace_plain(path, "".join(_lines_until(path, step)).encode())
+            self._metrics = open(open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
 
     def add(self, record: StepRecord | ValidationRecord) -> None:
         """Append one line; it is in the file when this returns, so a run that dies keeps its metrics.
@@ -82,47 +89,67 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    def _replace(self, name: str, text: str) -> None:
+        try:
+            replace_plain(self.path / name, text.encode("utf-8", "replace"))
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
 
-def refuse_run_in_use(run: str) -> None:
-    """Raise if a job uses this folder now, before anything is built. Makes nothing."""
-    with contextlib.suppress(OSError):  # not there, or not ours: opening it for good says so
-        os.close(_take_lock(Path(run), os.open(Path(run, _LOCK), os.O_RDWR | os.O_CLOEXEC)))
+
+def refuse_unusable_run(run: str) -> None:
+    """Raise if this folder cannot be written to, or a job uses it now, before anything is built. Makes nothing."""
+    folder = Path(run).absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir():
+        raise ArgumentError(f"--run is {run!r}, but {str(there)!r} is not a folder; choose another name.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ArgumentError(f"--run is {run!r}, but you may not write to {str(there)!r}; choose another folder.")
+    if shutil.disk_usage(there).free < _LEAST_ROOM:
+        raise ArgumentError(f"--run is {run!r}, but the disk of {str(there)!r} is full; make room, or choose another folder.")
+    with contextlib.suppress(OSError):  # no lock yet, or not ours: opening it for good says so
+        os.close(_take_lock(folder, open_plain(folder / _LOCK, os.O_RDWR)))
+
+
+def _unwritable(folder: Path, error: OSError) -> ArgumentError:
+    where = f": {os.path.basename(error.filename)}" if isinstance(error.filename, str) and error.filename != str(folder) else ""
+    return ArgumentError(f"--run is {str(folder)!r}, which cannot be written to ({error.strerror}{where}).")
 
 
 def _take_lock(folder: Path, fd: int) -> int:
-    """Lock the open file ``fd`` for as long as it stays open."""
+    """Lock the open file ``fd`` for as long as it stays open. It is closed if that fails: a lock that this process keeps by
+    mistake would be another job to its next try."""
+    try:
+        _lock(folder, fd)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _lock(folder: Path, fd: int) -> None:
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            return
         except BlockingIOError:
             if time.monotonic() > deadline:
                 who = os.read(fd, 200).decode("utf-8", "replace").strip()
-                os.close(fd)
                 raise RunInUse(
                     f"--run is {str(folder)!r}, which another job uses now ({who or 'unknown'}); "
                     f"wait for it to end, or choose another folder."
                 ) from None
             time.sleep(0.1)
         except OSError:
-            break  # a filesystem without locks
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return fd
+            return  # a filesystem without locks
 
 
 def _lines_until(path: Path, step: int) -> Generator[str, None, None]:
     """The records of steps up to ``step``; the last line may be torn."""
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(open_plain(path), encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 if json.loads(line)["step"] <= step:
                     yield line
-
-
-def _replace(path: Path, text: str) -> None:
-    """A reader sees the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(text)
-    temporary.rename(path)

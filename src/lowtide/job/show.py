@@ -12,6 +12,7 @@ from lowtide.job.options import Options
 from lowtide.job.placement import mebibytes
 from lowtide.job.records import Result
 from lowtide.planning.plan import Plan
+from lowtide.planning.text import clean
 
 
 def show_result(result: Result, options: Options, console: Console, *, output: str) -> None:
@@ -21,23 +22,18 @@ def show_result(result: Result, options: Options, console: Console, *, output: s
         sys.stdout.flush()
         return
     for line in summary_lines(result, options):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(clean(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def summary_lines(result: Result, options: Options) -> list[str]:
     """The result in a few lines."""
     steps = len(result.losses)
     ended = f"stopped by {result.stopped_by} after" if result.stopped_by else "done:"
-    ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}"
-    lines = [f"{ended} {steps} steps of {options.model_name} ({result.params:,} parameters), stage {result.stage}, {ranks}"]
+    ranks = f", stage {result.stage}, {result.ranks} ranks" if result.ranks > 1 else ""  # one rank has nothing to cut
+    lines = [f"{ended} {steps} steps of {options.model_name} ({result.params:,} parameters){ranks}"]
     lines += [f"loss       {result.losses[0]:.4f} -> {result.losses[-1]:.4f}{_validation(result)}"]
     lines += [f"step       {typical_seconds(result.seconds):.3f} s (median){_against_plan(result)}"]
-    each = ", ".join(mebibytes(peak) for peak in result.peak_bytes_per_rank)
-    lines += [
-        f"peak       {mebibytes(result.peak_bytes)}"
-        + (f" in all, pages shared by ranks once ({each})" if result.ranks > 1 else "")
-    ]
-    lines += _tier_lines(result)
+    lines += [f"memory     {_memory_text(result)}", *_tier_lines(result)]
     if result.skipped:
         lines += [f"skipped    {result.skipped} steps, whose gradients were not finite"]
     if options.run is not None:
@@ -76,20 +72,34 @@ def _against_plan(result: Result) -> str:
     off = result.predicted_seconds / typical_seconds(result.seconds) - 1
     peak_off = result.predicted_peak_bytes / max(result.counted_bytes, 1) - 1
     return (
-        f"; the plan said {result.predicted_seconds:.3f} s ({off:+.0%}) "
-        f"and a peak of {mebibytes(result.predicted_peak_bytes)} ({peak_off:+.0%})"
+        f"; the plan said {result.predicted_seconds:.3f} s ({_misjudged(off)}) "
+        f"and a peak of {mebibytes(result.predicted_peak_bytes)} ({_misjudged(peak_off)})"
     )
+
+
+def _misjudged(share: float) -> str:
+    """How far a plan was from what came out, in words: a bare percentage does not say of what."""
+    return f"{abs(share):.0%} too {'high' if share > 0 else 'low'}" if abs(share) >= 0.005 else "as it was"
+
+
+def _memory_text(result: Result) -> str:
+    """One peak, the one that a memory number counts; what the process had on top of it is not more of the same."""
+    on_top = result.peak_bytes - result.counted_bytes
+    pages = f"; on top {mebibytes(on_top)} of pages of files, which the kernel can drop" if on_top > 0 else ""
+    each = ", ".join(mebibytes(peak) for peak in result.peak_bytes_per_rank)
+    ranks = f" (ranks with all their pages: {each})" if result.ranks > 1 else ""
+    if result.budget_bytes is None:
+        return f"peak {mebibytes(result.counted_bytes)}{pages}{ranks}"
+    return f"number {budget_text(result.counted_bytes, result.budget_bytes)}{pages}{ranks}"
 
 
 def _tier_lines(result: Result) -> list[str]:
     """What the job used of its memory number and of the disk, where there is such a thing."""
     lines: list[str] = []
-    if result.budget_bytes is not None:
-        lines += [f"budget     {budget_text(result.counted_bytes, result.budget_bytes)}"]
     if any(result.disk_read_bytes) or any(result.disk_written_bytes):
         moved = traffic_text(result.disk_read_bytes, result.disk_written_bytes, result.disk_wait_seconds)
         lines += [f"disk       {mebibytes(result.disk_bytes)} in use; {moved}"]
-    if lines:
+    if lines or result.budget_bytes is not None:
         lines += [f"policy     activations: {result.activations}; update: in {result.update}"]
     return lines
 
@@ -98,8 +108,8 @@ def budget_text(counted_bytes: int, budget_bytes: int) -> str:
     """The peak against the memory number, honestly."""
     share = f"{mebibytes(counted_bytes)} of {mebibytes(budget_bytes)} ({counted_bytes / budget_bytes:.0%})"
     if counted_bytes > budget_bytes:
-        return f"EXCEEDED, peak {share} without pages of files"
-    return f"held, peak {share} without pages of files"
+        return f"EXCEEDED: peak {share}"
+    return f"held: peak {share}"
 
 
 def traffic_text(read: list[int], written: list[int], waited: list[float]) -> str:

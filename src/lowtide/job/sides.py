@@ -82,7 +82,7 @@ def run_fresh(name: str, options: Options) -> Side:
     """Run one side in processes of its own, so that its peak is its own."""
     with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as folder:
         result = Path(folder, "result.json")
-        command = [sys.executable, "-m", "lowtide.job.compare", name, options.to_json(), str(result)]
+        command = [sys.executable, "-m", "lowtide.job.worker", options.to_json(), name, str(result)]
         failure = start_ranks(command, options.ranks)
         if failure is not None:
             if failure.kind == "interrupted":

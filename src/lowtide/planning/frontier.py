@@ -9,13 +9,11 @@ from typing import Any
 from lowtide.errors import ArgumentError, DoesNotFit
 from lowtide.planning.plan import Plan
 from lowtide.planning.planner import make_plan
-from lowtide.planning.request import Request
+from lowtide.planning.request import VARIABLE, Request
 from lowtide.planning.text import bar, seconds_text, size_text
 from lowtide.spec.hardware import Hardware
 from lowtide.spec.model import ModelSpec
 
-FIELDS = {"memory": "memory_bytes", "device-memory": "device_memory_bytes", "disk": "disk_bytes"}
-"""What may be varied, and where it stands in a request."""
 _FEWEST, _MOST = 7, 11
 """Steps between the two ends. More than half as many again, so that some step always lies between."""
 _NARROWEST = 64
@@ -59,11 +57,11 @@ def sizes_between(low: int, high: int) -> list[int]:
 
 
 def frontier(model: ModelSpec, hardware: Hardware, request: Request, what: str, sizes: Sequence[int]) -> list[Point]:
-    """The best plan at every size of ``what`` (one of ``FIELDS``)."""
+    """The best plan at every size of ``what`` (one of ``VARIABLE``)."""
     points: list[Point] = []
     for nbytes in sizes:
         try:
-            plan = make_plan(model, hardware, replace(request, **{FIELDS[what]: nbytes}))
+            plan = make_plan(model, hardware, replace(request, **{VARIABLE[what]: nbytes}))
             points.append(Point(what=what, nbytes=nbytes, plan=plan))
         except DoesNotFit as error:
             short = error.needed_bytes - error.budget_bytes

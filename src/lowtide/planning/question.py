@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from typing import cast as typing_cast
 
+from lowtide.config import DiskFolder, parse_bytes, parse_disk
 from lowtide.errors import ArgumentError, DoesNotFit
 from lowtide.planning.formulas import OPTIMIZERS, PRECISIONS, KindBytes, describe_states, from_precision, states_bytes_per_rank
 from lowtide.planning.request import Request
@@ -109,12 +110,10 @@ def with_device_memory(hardware: Hardware, nbytes: int | None) -> Hardware:
 
 
 def _this_machine(disk: Any) -> Machine:
-    from lowtide.config import parse_disk
-    from lowtide.spec.probe_assumed import assumed_machine
+    limit, folders = folders_of(disk)
+    from lowtide.spec.probe_assumed import assumed_machine  # imports torch: not before the words are known to be right
     from lowtide.spec.probe_cache import cached_disk, cached_machine
 
-    limit = _as_size(disk)
-    folders = parse_disk("." if disk == "all" or limit is not None else disk)
     folder = folders[0].path if folders else None
     measured = cached_machine(folder)
     found = measured or assumed_machine(folder)
@@ -129,10 +128,14 @@ def _this_machine(disk: Any) -> Machine:
     return Machine(hardware=found, disk_bytes=room, notes=notes)
 
 
+def folders_of(disk: Any) -> tuple[int | None, tuple[DiskFolder, ...]]:
+    """What ``disk`` says of this machine: how much of it, and in which folders."""
+    limit = _as_size(disk)
+    return limit, parse_disk("." if disk == "all" or limit is not None else disk)
+
+
 def _as_size(value: Any) -> int | None:
     """Bytes, if ``value`` is a size; a folder of that name comes first."""
-    from lowtide.config import parse_bytes
-
     if isinstance(value, bool) or not isinstance(value, str | int | float) or (isinstance(value, str) and os.path.isdir(value)):
         return None
     try:

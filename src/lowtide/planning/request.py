@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from lowtide.errors import ArgumentError
 
+VARIABLE = {"memory": "memory_bytes", "device-memory": "device_memory_bytes", "disk": "disk_bytes"}
+"""Of what a plan may compare several sizes, and where it stands in a request."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -1,6 +1,7 @@
 """What stands in a run's folder beside its timelines, if `lowtide train` made it: losses, events, what was asked, the plan.
 
-All of it is optional, and none of it is believed unchecked: a file that cannot be read is as good as none.
+All of it is optional, and none of it is believed unchecked: a file that cannot be read is as good as none, and so is what
+is no plain file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lowtide.errors import Error
+from lowtide.files import open_plain, read_plain
 from lowtide.planning.plan import Plan
 
 EVENTS = "events.jsonl"
@@ -105,11 +107,12 @@ def planned_steps(folder: Path) -> int | None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(open_plain(path), "rb") as file:
         read = 0
-        for _, line in zip(range(_MAX_LINES), file, strict=False):
+        for _ in range(_MAX_LINES):
+            line = file.readline(_MAX_BYTES)
             read += len(line)
-            if read > _MAX_BYTES:
+            if not line or read > _MAX_BYTES:
                 return
             with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
@@ -119,16 +122,15 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _json_table(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        if path.stat().st_size <= _MAX_BYTES:
-            found = json.loads(path.read_bytes())
-            if isinstance(found, dict):
-                return cast("dict[str, Any]", found)
+        found = json.loads(read_plain(path, _MAX_BYTES))
+        if isinstance(found, dict):
+            return cast("dict[str, Any]", found)
     return {}
 
 
 def _plan(path: Path) -> Plan | None:
     with contextlib.suppress(OSError, Error, UnicodeDecodeError):
-        return Plan.from_json(path.read_text())
+        return Plan.from_json(read_plain(path, _MAX_BYTES).decode())
     return None
 
 

@@ -7,6 +7,7 @@ service. ``open_logger("jsonl:metrics.jsonl")`` and ``open_logger("tensorboard:a
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -115,10 +116,21 @@ class TensorBoard:
 _SORTS: dict[str, Callable[[str], Logger]] = {"jsonl": JsonLines, "tensorboard": TensorBoard}
 
 
+def check_logger(where: str, *, what: str) -> None:
+    """Raise if ``where``, which the caller wrote as ``what``, names no logger or one that is not installed. Makes nothing."""
+    sort, _ = _parse(where, what)
+    if sort == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        raise MissingPackage("tensorboard", f"{what} tensorboard:FOLDER")
+
+
 def open_logger(where: str) -> Logger:
     """``jsonl:FILE`` or ``tensorboard:FOLDER``. Raises ``ArgumentError`` or ``MissingPackage``."""
+    sort, place = _parse(where, "the logger")
+    return _SORTS[sort](place)
+
+
+def _parse(where: str, what: str) -> tuple[str, str]:
     sort, _, place = where.partition(":")
     if sort not in _SORTS or not place:
-        allowed = ", ".join(f"{name}:PLACE" for name in _SORTS)
-        raise ArgumentError(f"a logger is one of {allowed}; this is {where!r}.")
-    return _SORTS[sort](place)
+        raise ArgumentError(f"{what} is {where!r}; give jsonl:FILE or tensorboard:FOLDER.")
+    return sort, place

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lowtide.errors import ArgumentError, DoesNotFit, Error
+from lowtide.files import replace_plain
 from lowtide.reporting.findings import Findings, find
 from lowtide.reporting.page import refusal_page, report_page
 from lowtide.reporting.paper import paper_sheet, png
@@ -98,12 +99,9 @@ def open_report(run: str | os.PathLike[str]) -> Report:
 
 def write_file(path: Path, data: bytes) -> Path:
     """A reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        replace_plain(path, data)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ArgumentError(f"{str(path)!r} cannot be written ({error.strerror}).") from error
     return path
 

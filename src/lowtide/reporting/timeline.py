@@ -8,12 +8,12 @@ from __future__ import annotations
 import bisect
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowtide.errors import ArgumentError
+from lowtide.files import NotPlain, open_plain
 from lowtide.reporting.format import (
     MAX_LINE_BYTES,
     BadLine,
@@ -178,10 +178,11 @@ def _add_in_order(samples: list[MemoryLine], line: MemoryLine) -> None:
 
 def _parts(path: Path, offset: int) -> Iterator[bytes]:
     """The file from ``offset`` on, in parts."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return
+        fd = open_plain(path)
+    except NotPlain:
+        return
+    try:
         while offset < MAX_FILE_BYTES and (data := os.pread(fd, min(_PART, MAX_FILE_BYTES - offset), offset)):
             offset += len(data)
             yield data

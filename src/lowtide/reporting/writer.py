@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lowtide.errors import ArgumentError
+from lowtide.files import open_plain, replace_plain
 from lowtide.reporting.format import MAX_LINE_BYTES, EndLine, Line, StepLine, encode
 from lowtide.reporting.timeline import FOLDER, now_path
 
@@ -34,7 +35,7 @@ class Writer:
         self.path = run / FOLDER / f"rank-{rank:05d}.jsonl"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = open_plain(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise ArgumentError(f"run is {str(run)!r}, which cannot be written to ({error.strerror}).") from error
         self._fd: int | None = _locked(fd, run)
@@ -93,11 +94,8 @@ class Writer:
         with self._lock:
             if self._fd is None or os.getpid() != self._pid:
                 return
-            path = now_path(self.path)
-            temporary = path.with_name(f".{path.name}.part")
             try:
-                temporary.write_bytes(b"".join(encode(line) for line in lines if line is not None))
-                temporary.rename(path)
+                replace_plain(now_path(self.path), b"".join(encode(line) for line in lines if line is not None))
             except OSError as error:
                 self._complain(error)
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lowtide.comm.channel import Channel
 from lowtide.comm.group import Group
 from lowtide.config import Config
+from lowtide.errors import DiskFull
 from lowtide.runtime import evicted
 from lowtide.runtime.activations import Activations
 from lowtide.runtime.backward_update import BackwardUpdate
@@ -172,14 +173,18 @@ class Assembly:
         hosts = self.residency.copies
         self.placer.shared_slots = slots
         self.placer.begin(optimizer, ranks=self.group.size, local_ranks=self.local_ranks, hosts=hosts)
-        if self.updates_by_chunks:
+        try:
+            if self.updates_by_chunks:
+                for unit in self.units:
+                    self._add_stream(unit)
+            if optimizer is not None:
+                self.reserve_states(optimizer)
             for unit in self.units:
-                self._add_stream(unit)
-        if optimizer is not None:
-            self.reserve_states(optimizer)
-        for unit in self.units:
-            store = self.placer.store_for(unit, "parameters") if stage.parameters else None
-            self.residency.reserve(unit, resident=not stage.parameters, store=store)
+                store = self.placer.store_for(unit, "parameters") if stage.parameters else None
+                self.residency.reserve(unit, resident=not stage.parameters, store=store)
+        except DiskFull as error:
+            error.total_bytes = self.placer.bytes_on_disk
+            raise
         initial = InitialValues(self.model, self.units, self.config.weights, self.group.rank, self.arena.device)
         evicted.register(self.unit_of, verbs)
         for unit in self.units:

@@ -143,6 +143,15 @@ class Placer:
         self._base = self._largest([base])[0]
         self._use(at_start(needs, self._base, self._policies))
 
+    @property
+    def bytes_on_disk(self) -> int:
+        """What is to be kept on disk as things are placed now, of all units; 0 if that was not worked out."""
+        if self._needs is None or self._store is None:
+            return 0
+        kinds = ("parameters", "optimizer") if self._config.update.in_backward else ("parameters", "gradients", "optimizer")
+        pairs = zip(self._needs.units, self.placement.units, strict=True)
+        return sum(getattr(need, kind) for need, place in pairs for kind in kinds if getattr(place, kind) is Tier.DISK)
+
     def _use_needs(self, needs: Needs) -> None:
         self._needs = self.guard.needs = needs
         self._budget.margin = needs.slack
