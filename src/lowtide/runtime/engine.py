@@ -290,6 +290,11 @@ class Engine(Assembly):
         after_step(self)
         return True
 
+    def refused_by_a_hook(self, error: BaseException) -> None:
+        """A hook before ``optimizer.step()`` raised: with an update in backward it comes too late to prevent the step."""
+        if self.backward_update is not None and self.backward_update.waits_for_step and self.poisoned_by is None:
+            self.poisoned_by = f"a hook before optimizer.step() raised after update='backward' had done it: {error!r}"
+
     def _update(self, optimizer: Optimizer) -> None:
         updated = self.due.begin(optimizer) if self.placer.steady else None
         if updated is None:
