@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowtide.errors import ArgumentError, Refused
+from lowtide.runtime.ambient import undisturbed
 from lowtide.runtime.announcer import Verb
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.optimizer_copy import plain_class
@@ -63,11 +64,12 @@ class ShardedOptimizer(Optimizer):
         engine = self.lowtide_engine
         engine.announcer.refuse_alone("optimizer.state_dict()")
         engine.settle()
-        local = super().state_dict()
-        _add_streamed(self, local)
-        if not engine.config.stage.optimizer or engine.group.shard.size == 1:
-            return local
-        return _whole_state_dict(self, local)
+        with undisturbed():
+            local = super().state_dict()
+            _add_streamed(self, local)
+            if not engine.config.stage.optimizer or engine.group.shard.size == 1:
+                return local
+            return _whole_state_dict(self, local)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in PyTorch; every rank gives the whole state_dict and keeps its shard."""
@@ -79,10 +81,11 @@ class ShardedOptimizer(Optimizer):
         self.lowtide_engine.announcer.refuse_alone("optimizer.load_state_dict()")
         self.lowtide_engine.before_load()
         update = self.lowtide_engine.update
-        with update.on_pieces(self):
-            super().load_state_dict(state_dict)
-        update.forget_states(self)
-        update.cut_state(self)
+        with undisturbed():
+            with update.on_pieces(self):
+                super().load_state_dict(state_dict)
+            update.forget_states(self)
+            update.cut_state(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params = param_group["params"]

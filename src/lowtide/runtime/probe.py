@@ -74,12 +74,13 @@ class LargeState:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A small tensor like some parameter of the model. ``states``: what the optimizer keeps of that one already."""
+    """A small tensor like some parameter of the model."""
 
     group: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    like: nn.Parameter
+    like: nn.Parameter | None
+    """The parameter whose states it begins with a part of; None: with none."""
     key: nn.Parameter
     """By which the trial knows it."""
 
@@ -147,7 +148,7 @@ class _Trial:
 
     def states(self, sample: Sample) -> dict[str, Any]:
         """What the optimizer has of a sample before the first step: parts of what it has of the parameter."""
-        if sample.like not in self._optimizer.state:
+        if sample.like is None or sample.like not in self._optimizer.state:
             return {}
         out: dict[str, Any] = {}
         for name, value in self._optimizer.state[sample.like].items():
@@ -210,13 +211,13 @@ _known_states: weakref.WeakKeyDictionary[Optimizer, dict[Any, tuple[LargeState, 
 def large_states(optimizer: Optimizer, param: nn.Parameter, dtype: torch.dtype) -> tuple[LargeState, ...]:
     """The states of a parameter that have its shape, if it is of ``dtype``: found by a few steps on a tensor like it."""
     number = next(i for i, group in enumerate(optimizer.param_groups) if any(p is param for p in group["params"]))
-    # A counter has the shape of a parameter without dimensions; a longer one tells them apart.
-    shape = _smaller(tuple(param.shape)) if param.dim() else (CUT_NUMEL,)
+    # A counter has the shape of a parameter without dimensions; a longer one, without a past, tells them apart.
+    shape, like = (_smaller(tuple(param.shape)), param) if param.dim() else ((CUT_NUMEL,), None)
     options = repr(options_of(optimizer.param_groups[number]))
     key = (number, shape, dtype, _states_known(optimizer, param), options)
     known = _known_states.setdefault(optimizer, {})
     if key not in known:
-        sample = Sample(number, shape, dtype, param, nn.Parameter(torch.empty(0, dtype=dtype)))
+        sample = Sample(number, shape, dtype, like, nn.Parameter(torch.empty(0, dtype=dtype)))
         try:
             found = _run_together(_Trial(optimizer, [sample])).states[sample]
         except Exception as error:  # whatever the caller's optimizer may raise
