@@ -33,7 +33,7 @@ from lowtide.runtime.engine import Engine
 from lowtide.runtime.evicted import owner_of
 from lowtide.runtime.grads import refuse_unreduced
 from lowtide.runtime.module import ShardedModule
-from lowtide.runtime.probe import large_states
+from lowtide.runtime.probe import large_states, needs_closure, why_not_elementwise
 from lowtide.runtime.unit import contiguous_stride, dense_stride, flat_view
 from lowtide.spec.hardware import Hardware
 from lowtide.spec.model import ModelSpec
@@ -349,10 +349,10 @@ def _refuse_shared_memory(params: dict[str, nn.Parameter]) -> None:
 
 def _needs_whole_parameters(optimizer: Optimizer, specs: list[UnitSpec], config: Config) -> bool:
     """Whether an update by chunks must not cut inside parameters, because the optimizer looks at whole matrices."""
-    if not (config.disk or config.update.in_backward) or sharded_optimizer.needs_closure(type(optimizer)):
+    if not (config.disk or config.update.in_backward) or needs_closure(type(optimizer)):
         return False
-    dtype = config.precision.dtypes(specs[0].params[0].dtype).master
-    return sharded_optimizer.why_not_elementwise(optimizer, dtype, apart=True) is not None
+    mine = [param for spec in specs for param in spec.params]
+    return why_not_elementwise(optimizer, lambda p: config.precision.dtypes(p.dtype).master, in_chunks=True, of=mine) is not None
 
 
 def _order(param: nn.Parameter) -> str:
@@ -389,7 +389,8 @@ def _optimizer_word(optimizer: Optimizer | str | None) -> str:
         return optimizer or "adamw"
     if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"optimizer is a {type(optimizer).__name__}; lowtide.plan takes a torch.optim.Optimizer or a name.")
-    return question.optimizer_word(max(len(large_states(optimizer, g, torch.float32)) for g in optimizer.param_groups))
+    params = (p for group in optimizer.param_groups for p in group["params"] if p.is_floating_point())
+    return question.optimizer_word(max((len(large_states(optimizer, p, p.dtype)) for p in params), default=0))
 
 
 def _refuse_used_up(engine: Engine) -> None:

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What a trace with tensors that have no values raises when a model looks at one."""
@@ -69,6 +69,29 @@ def without_torch_function_modes() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
+def any_torch_function_mode() -> bool:
+    """Whether a mode sees the calls of torch's functions on this thread; a default device is such a mode."""
+    return torch._C._len_torch_function_stack() > 0
+
+
+def any_dispatch_mode() -> bool:
+    """Whether a mode sees the operators that run on this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """No such mode sees the operators inside."""
+    return _disable_current_modes()
+
+
+def autocast_devices() -> list[str]:
+    """The kinds of devices for which autocast is on."""
+    if not torch._C._is_any_autocast_enabled():
+        return []
+    kinds = {"cpu"} | ({found.type} if (found := torch.accelerator.current_accelerator()) is not None else set())
+    return [kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
+
+
 def wrapper_tensor(cls: type[Tensor], like: Tensor, stride: tuple[int, ...]) -> Any:
     """A tensor without memory, whose operations all go to ``cls.__torch_dispatch__``."""
     return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=stride, dtype=like.dtype, device=like.device)
@@ -99,12 +122,6 @@ def gloo_options(address: str, interfaces: Sequence[str], timeout: timedelta) ->
     options._timeout = timeout
     options._devices = devices or [torch.distributed.ProcessGroupGloo.create_default_device()]
     return options
-
-
-def clear_step_hooks(optimizer: Optimizer) -> None:
-    """Forget the hooks around an optimizer's step."""
-    optimizer._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
-    optimizer._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
 
 
 def mark_changed(tensors: Iterable[Tensor]) -> None:

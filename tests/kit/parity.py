@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
+from lowtide.runtime.used_grad import UsedGrad
 from tests.kit.dist import run_ranks
 from tests.kit.models import MENAGERIE, Specimen
 from tests.kit.optimizers import OPTIMIZERS
@@ -180,6 +181,8 @@ def whole_grad(p: nn.Parameter) -> Tensor | None:
     """A parameter's gradient as a plain tensor, wherever it lives. Every rank must call it."""
     grad: Any = p.grad
     if grad is None:
+        return None
+    if isinstance(grad, UsedGrad):  # used by an update in backward
         return None
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 

@@ -313,6 +313,7 @@ def test_a_bad_gradient_in_the_first_unit_of_backward_changes_nothing(tmp_path: 
     system.optimizer.step()
     assert system.optimizer.step_was_skipped
     assert_same_values(values(model), weights)
+    system.optimizer.zero_grad()
     reference = Plain(m := stack(), adamw(m))
     for number in range(2):
         step(reference, number)
@@ -350,6 +351,9 @@ def test_a_second_backward_is_refused_and_the_step_still_counts(tmp_path: Path) 
     with pytest.raises(Refused, match=ONE_BACKWARD):
         loss_of(system, 1, 0).backward()
     system.optimizer.step()
+    with pytest.raises(Refused, match="zero_grad"):
+        loss_of(system, 1, 0).backward()  # plain PyTorch would add to gradients that are gone
+    system.optimizer.zero_grad()
     reference = Plain(m := stack(), adamw(m))
     for number in range(2):
         step(reference, number)

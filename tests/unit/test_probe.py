@@ -75,39 +75,40 @@ class WithClosure(_Custom):
 
 
 def params() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(3, 3))]
+    return [nn.Parameter(torch.ones(24, 32))]
 
 
+@pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_ones_pass(name: str) -> None:
-    assert why_not_elementwise(ELEMENTWISE[name](params()), torch.float32) is None
+def test_elementwise_ones_pass(name: str, in_chunks: bool) -> None:
+    assert why_not_elementwise(ELEMENTWISE[name](params()), in_chunks=in_chunks) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
-    assert why_not_elementwise(AdamW(params()), dtype) is None
+    assert why_not_elementwise(AdamW(params()), lambda _: dtype, in_chunks=True) is None
 
 
 def test_a_custom_one_passes() -> None:
-    assert why_not_elementwise(_Custom(params()), torch.float32) is None
+    assert why_not_elementwise(_Custom(params()), in_chunks=True) is None
 
 
 @pytest.mark.parametrize("cls", [NormalisedAll, NormalisedRows, LateNorm])
 def test_whole_tensor_ones_do_not(cls: type[Optimizer]) -> None:
-    assert why_not_elementwise(cls(params()), torch.float32) == (
-        "its result for one element depends on the other elements of the tensor"
+    assert why_not_elementwise(cls(params()), in_chunks=False) == (
+        "its result for one element depends on the other elements of the tensor (tried on the shape (24, 32))"
     )
 
 
 def test_muon_and_adafactor_do_not() -> None:
     for optimizer in (torch.optim.Muon(params()), torch.optim.Adafactor(params())):
-        assert why_not_elementwise(optimizer, torch.float32) is not None
+        assert why_not_elementwise(optimizer, in_chunks=False) is not None
 
 
 def test_one_that_cannot_take_flat_pieces_is_quoted() -> None:
-    reason = why_not_elementwise(MatricesOnly(params()), torch.float32)
+    reason = why_not_elementwise(MatricesOnly(params()), in_chunks=False)
     assert reason is not None
-    assert reason.startswith("it cannot update a flat piece of a matrix (ValueError: not enough values to unpack")
+    assert reason.startswith("it cannot update a flat piece of a tensor (ValueError: not enough values to unpack")
 
 
 def test_every_parameter_group_is_tried() -> None:
@@ -118,7 +119,7 @@ def test_every_parameter_group_is_tried() -> None:
                     p.data.sub_(p.grad / p.grad.norm() if group["lr"] > 1 else p.grad)
 
     groups = [{"params": params()}, {"params": params(), "lr": 2.0}]
-    assert why_not_elementwise(Second(groups), torch.float32) is not None
+    assert why_not_elementwise(Second(groups), in_chunks=False) is not None
 
 
 def test_the_optimizer_is_left_as_it_was() -> None:
@@ -133,7 +134,7 @@ def test_the_optimizer_is_left_as_it_was() -> None:
     calls.clear()
     before = copy.deepcopy(optimizer.state_dict())
     numbers = torch.get_rng_state()
-    assert why_not_elementwise(optimizer, torch.float32) is None
+    assert why_not_elementwise(optimizer, in_chunks=True) is None
     assert calls == []
     assert torch.equal(numbers, torch.get_rng_state())
     assert optimizer.param_groups[0]["params"][0] is p

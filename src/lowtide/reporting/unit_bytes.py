@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.sharded_grad import ShardedGrad
+from lowtide.runtime.used_grad import UsedGrad
 
 
 def held_by_unit(engine: Engine, kind: str) -> dict[str, int]:
@@ -40,7 +41,7 @@ def _parameters(engine: Engine) -> Counter[str]:
 def _gradients(engine: Engine) -> Counter[str]:
     found: Counter[str] = Counter()
     for param, unit in engine.unit_of.items():
-        if param.grad is not None and not isinstance(param.grad, ShardedGrad):
+        if param.grad is not None and not isinstance(param.grad, ShardedGrad | UsedGrad):
             found[unit.name] += param.grad.nbytes
     for unit, shelved in engine.grads.shelves.items():
         found[unit.name] += shelved.shelf.touched_bytes if shelved.shelf.in_memory else 0

@@ -232,10 +232,15 @@ class Assembly:
         return self.group.size > 1 or self.config.stage.gradients or mixed or self.scale.used or self.config.update.in_backward
 
     @property
-    def cuts_parameters(self) -> bool:
-        """Whether the optimizer sees any parameter in pieces."""
-        between_ranks = self.config.stage.optimizer and any(u.layout.cuts_a_parameter for u in self.units)
-        return between_ranks or (self.updates_by_chunks and any(u.chunks_cut_a_parameter for u in self.units))
+    def cut_parameters(self) -> set[nn.Parameter]:
+        """The parameters that the optimizer sees in pieces, on any rank."""
+        out: set[nn.Parameter] = set()
+        for unit in self.units:
+            if self.config.stage.optimizer:
+                out |= {unit.params[i] for i in unit.layout.cut_between_ranks}
+            if self.updates_by_chunks:
+                out |= {unit.params[i] for i in unit.cut_by_chunks}
+        return out
 
     @property
     def updates_by_chunks(self) -> bool:

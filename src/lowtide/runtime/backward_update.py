@@ -38,6 +38,7 @@ class BackwardUpdate:
                 "update='backward' updates parameters in loss.backward(): one backward per step. "
                 "Call optimizer.step() after each, or use update='step' to accumulate gradients."
             )
+        self._grads.refuse_used()
 
     def expect(self, unit: Unit) -> None:
         """Backward has reached ``unit``."""
@@ -69,12 +70,19 @@ class BackwardUpdate:
                 self._residency.may_update(unit, wait=True)
             self._run(unit)
         self._update.forget_expected()
+        self._update.finish_step()
+        if self.optimizer is not None:
+            self._grads.show_used({param for group in self.optimizer.param_groups for param in group["params"]})
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether parameters have been updated and ``optimizer.step()`` has not been called yet."""
+        return bool(self._done)
 
     def end_step(self) -> tuple[bool, Unit | None]:
         """``optimizer.step()`` was called: whether anything was updated, and the unit that stopped it if a gradient was bad."""
         bad, self.bad_unit = self.bad_unit, None
         self._done.clear()
-        self._update.finish_step()
         return bad is None, bad
 
     def abandon(self) -> None:

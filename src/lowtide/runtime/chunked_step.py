@@ -1,24 +1,34 @@
 """The caller's optimizer, run on one list of tensors after another as if it were one step.
 
-[Note: one step, many calls] An optimizer may count steps in its groups or in itself, not only per parameter. Every call
-therefore begins with the groups and the counters as they were before the step; what the last call leaves is kept. An
-optimizer whose result for one tensor depends on other tensors would still differ: the probe finds it (runtime/probe.py).
+[Note: one step, many calls] An optimizer may keep counters, lists or a scheduler in itself, in its groups, or in entries of its
+state that belong to no parameter. The first call of a step runs the optimizer itself, and what that leaves is what the step
+leaves; every other call runs a copy of it as it was before the step (runtime/optimizer_copy.py). An optimizer whose result for
+one tensor depends on other tensors would still differ: a trial, which goes this very way, finds it (runtime/probe.py).
 """
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lowtide.runtime.probe import plain_step
+from lowtide.runtime.ambient import undisturbed
+from lowtide.runtime.optimizer_copy import (
+    alike,
+    copied,
+    copy_of,
+    options_of,
+    own_attributes,
+    plain_class,
+    plain_step,
+    shared_state,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +41,23 @@ class Entry:
 
 
 class ChunkedStep:
-    """One step of ``optimizer`` under way. Nothing that the caller can see of it changes before ``finish``."""
+    """One step of ``optimizer`` in progress. The states that the caller sees do not change before ``finish``."""
 
-    def __init__(self, optimizer: Optimizer, *, put_off: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, *, put_off: bool = False, in_backward: bool = False) -> None:
         self._optimizer = optimizer
-        self._put_off = put_off  # calls come later, when the caller may have changed the options for the next step
-        self._step: Callable[..., Any] = plain_step(type(optimizer).plain_class)  # pyright: ignore[reportAttributeAccessIssue]
-        self._groups = list(optimizer.param_groups)
-        self._params = [group["params"] for group in self._groups]
-        self._group_of = {p: i for i, params in enumerate(self._params) for p in params}
-        self._options = [_copied({k: v for k, v in group.items() if k != "params"}) for group in self._groups]
-        self._counters = {k: v for k, v in vars(optimizer).items() if isinstance(v, bool | int | float)}
+        self._in_a_pass = put_off or in_backward
+        # Calls come later, in the caller's forward pass, when the caller may have changed the options for the next step: no
+        # call runs the optimizer itself, which an earlier step has shown not to change anything but states.
+        self._put_off = put_off
+        self._default_dtype = torch.get_default_dtype()
+        self._step: Callable[..., Any] = plain_step(plain_class(optimizer))
+        self._group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._before = copy_of(optimizer)
+        """As it was before the step; copied for every call, and never run."""
         self.begun = False
         """Whether any tensor may have changed."""
-        self._ran: set[int] = set()
-        self._small: dict[nn.Parameter, dict[str, Any]] = {}
+        self._small: dict[Any, Any] = {}
+        self._at_finish: dict[Hashable, Callable[[], None]] = {}
 
     def owns(self, param: nn.Parameter) -> bool:
         return param in self._group_of
@@ -56,74 +68,64 @@ class ChunkedStep:
         Every part of a parameter gets a copy of its own, because each call of the optimizer counts it up."""
         if param not in self._optimizer.state:
             return None
-        return _copied(self._optimizer.state[param])
+        return {name: copied(value) for name, value in self._optimizer.state[param].items()}
 
-    def keep_small_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
-        """What ``optimizer.state`` will hold of ``param`` after the step."""
-        self._small[param] = state
+    def keep_small_state(self, param: nn.Parameter, state: dict[str, Any]) -> bool:
+        """What ``optimizer.state`` will hold of ``param`` after the step; whether other parts of it left the same."""
+        return alike(self._small.setdefault(param, state), state)
 
-    def changed_options(self) -> bool:
-        """Whether the optimizer changed its groups or counters in this step."""
-        now = [_copied({k: v for k, v in group.items() if k != "params"}) for group in self._groups]
-        counters = {k: getattr(self._optimizer, k) for k in self._counters}
-        return repr(now) != repr(self._options) or counters != self._counters
+    def at_finish(self, key: Hashable, call: Callable[[], None]) -> None:
+        """Call ``call`` when all is done: once for every ``key``."""
+        self._at_finish[key] = call
+
+    def changed_more_than_states(self) -> bool:
+        """Whether the optimizer changed its groups or anything of its own in this step."""
+        before, now = self._before, copy_of(self._optimizer)
+        groups = zip(before.param_groups, now.param_groups, strict=True)
+        return not (
+            all(alike(options_of(old), options_of(new)) for old, new in groups)
+            and alike(own_attributes(before), own_attributes(now))
+        )
 
     def finish(self) -> None:
         """All calls are done: let the caller see the new small states."""
+        if not self.begun:
+            self.run([])  # a step without any gradient is a step, to an optimizer that counts them
         self._optimizer.state.update(self._small)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        for call in self._at_finish.values():
+            call()
 
     def run(self, entries: Sequence[Entry]) -> None:
         """Update the targets of ``entries``, whose gradients are set."""
         lists: dict[int, list[nn.Parameter]] = defaultdict(list)
         for entry in entries:
             lists[self._group_of[entry.param]].append(entry.target)
-        with self._showing(lists) as optimizer:
-            optimizer.state = defaultdict(dict, {entry.target: entry.state for entry in entries})
-            self.begun = True
-            self._step(optimizer)
+        first, self.begun = not self.begun, True
+        runner = self._optimizer if first and not self._put_off else copy_of(self._before)
+        with self._showing(runner, lists, entries):
+            self._step(runner)
             for entry in entries:
-                state: dict[str, Any] = optimizer.state[entry.target]
+                state: dict[str, Any] = runner.state[entry.target]
                 if state is not entry.state:
                     entry.state.clear()
                     entry.state.update(state)
-        self._ran |= set(lists)
+            if first:
+                self._small.update(shared_state(runner))
 
     @contextmanager
-    def _as_outside_forward(self) -> Generator[None]:
-        """A put-off step runs inside the caller's forward pass, whose autocast and inference mode are not meant for it."""
-        if not self._put_off:
-            yield
-            return
-        with torch.inference_mode(mode=False), torch.autocast("cpu", enabled=False), torch.no_grad():
-            yield
-
-    @contextmanager
-    def _showing(self, lists: dict[int, list[nn.Parameter]]) -> Generator[Optimizer]:
-        """The optimizer with only these tensors in its groups, and as it was before the step."""
-        optimizer = self._optimizer
-        state, groups = optimizer.state, optimizer.param_groups
-        present = [(self._groups[index], dict(self._groups[index])) for index in lists] if self._put_off else []
-        if self._ran and not self._put_off:
-            vars(optimizer).update(self._counters)
-        for index in lists:
-            if index in self._ran or self._put_off:
-                self._groups[index].update(_copied(self._options[index]))
-            self._groups[index]["params"] = lists[index]
-        optimizer.param_groups = [self._groups[index] for index in sorted(lists)]
+    def _showing(
+        self, runner: Optimizer, lists: dict[int, list[nn.Parameter]], entries: Sequence[Entry]
+    ) -> Generator[None]:
+        """``runner`` with only these tensors in its groups, and only their states."""
+        state, params = runner.state, [group["params"] for group in runner.param_groups]
+        shown: Any = {key: copied(value) for key, value in shared_state(runner).items()}
+        runner.state = defaultdict(dict, shown | {entry.target: entry.state for entry in entries})
+        for index, group in enumerate(runner.param_groups):
+            group["params"] = lists[index]
         try:
-            with torch.no_grad(), self._as_outside_forward():
-                yield optimizer
+            with undisturbed(self._default_dtype) if self._in_a_pass else torch.no_grad():
+                yield
         finally:
-            optimizer.state, optimizer.param_groups = state, groups
-            for index in lists:
-                self._groups[index]["params"] = self._params[index]
-            for group, options in present:
-                group.update(options)
-
-
-def _copied(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as they are now; what an optimizer changes in place must not change the copy."""
-    return {
-        k: v.detach().clone() if isinstance(v, Tensor) else copy.copy(v) if isinstance(v, list | dict | set) else v
-        for k, v in options.items()
-    }
+            runner.state = state
+            for group, own in zip(runner.param_groups, params, strict=True):
+                group["params"] = own

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lowtide.errors import InternalError
 from lowtide.runtime.assembly import Assembly
+from lowtide.runtime.optimizer_copy import shared_state
 from lowtide.runtime.probe import large_states
 from lowtide.runtime.stream import MASTERS, UnitStream
 from lowtide.runtime.unit import Unit, flat_view
@@ -53,7 +54,6 @@ class Contents:
     def __init__(self, engine: Assembly, optimizer: Optimizer | None) -> None:
         self._engine, self._optimizer = engine, optimizer
         self._rank = engine.group.shard.rank
-        self._trials: dict[int, frozenset[str]] = {}  # by number of the optimizer's group
         self._members = {p for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -90,15 +90,8 @@ class Contents:
         if shape:
             return alike
         # A counter has the shape of a parameter without dimensions; a trial step on a larger one tells them apart.
-        return tuple(n for n in alike if n in self._large_in_a_trial(param))
-
-    def _large_in_a_trial(self, param: nn.Parameter) -> frozenset[str]:
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        number = next(i for i, group in enumerate(groups) if any(p is param for p in group["params"]))
-        if number not in self._trials and self._optimizer is not None:
-            found = large_states(self._optimizer, groups[number], torch.float32)
-            self._trials[number] = frozenset(state.name for state in found)
-        return self._trials[number]
+        found = large_states(self._optimizer, param, piece.target.dtype) if self._optimizer is not None else ()
+        return tuple(n for n in alike if n in {state.name for state in found})
 
     def small_states(self, param: nn.Parameter) -> dict[str, Any]:
         """The other states: counters, factors of matrices that this rank holds whole."""
@@ -200,8 +193,10 @@ class Contents:
         if self._optimizer is None:
             return
         piece, unit = self._engine.update.pieces[param], self._engine.unit_of[param]
-        state = dict(small)
-        if self._stream(unit) is None:
+        state, stream = dict(small), self._stream(unit)
+        if stream is not None:
+            stream.note_states(param, large)
+        else:
             dtypes = unit.dtypes[unit.index_of[param]]
             for name, saved in large.items():
                 kept = dtypes.moments if saved.is_floating_point else saved
@@ -211,7 +206,9 @@ class Contents:
     def forget_states(self) -> None:
         """All states are about to be replaced."""
         if self._optimizer is not None:
+            kept = shared_state(self._optimizer)
             self._optimizer.state.clear()
+            self._optimizer.state.update(kept)
             self._engine.update.forget_states(self._optimizer)
 
     def _state(self, param: nn.Parameter) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from lowtide.runtime.ambient import disturbed
 from lowtide.runtime.chunked_step import ChunkedStep
 from lowtide.runtime.grads import Grads
 from lowtide.runtime.placer import Placer
@@ -35,9 +36,14 @@ class DueUpdate:
         records = [r for r in self._grads.by_param.values() if r.param.grad is not None]
         if not (self._residency.updates_in_slots and self._update.may_put_off) or not all(map(self._grads.is_shelved, records)):
             return None
+        if disturbed():  # the optimizer is to run with what the caller has switched on for it
+            return None
         step = ChunkedStep(optimizer, put_off=True)
         changing = [r for r in records if step.owns(r.param)]
-        self._step = step if changing else None
+        if not changing:
+            step.finish()
+            return []
+        self._step = step
         for record in changing:
             self._pending[record.unit] = self._pending.get(record.unit, frozenset()) | {record.index}
         return [r.param for r in changing]

@@ -17,6 +17,7 @@ from lowtide import errors
 from lowtide.comm.channel import Channel
 from lowtide.comm.group import Group
 from lowtide.config import Config
+from lowtide.runtime.ambient import undisturbed
 from lowtide.runtime.announcer import Announcer, Verb
 from lowtide.runtime.assembly import Assembly
 from lowtide.runtime.backward_update import BackwardUpdate
@@ -214,7 +215,8 @@ class Engine(Assembly):
         self.residency.retry()
         if self.backward_update is not None:
             self.budget.look(None)  # what an update takes, it takes once
-            self._or_poison(self.backward_update.go_on)
+            with undisturbed():
+                self._or_poison(self.backward_update.go_on)
         self.budget.look(("gradient", key))
         if unit is None:
             return
@@ -232,7 +234,8 @@ class Engine(Assembly):
                 with self.placer.clock.reducing():
                     self.grads.finish()
                 if self.backward_update is not None:
-                    self._or_poison(self.backward_update.finish)
+                    with undisturbed():
+                        self._or_poison(self.backward_update.finish)
         except BaseException:
             self._abandon_backward()
             raise
@@ -289,6 +292,11 @@ class Engine(Assembly):
         self._or_poison(lambda: self._update(optimizer))
         after_step(self)
         return True
+
+    def refused_by_a_hook(self, error: BaseException) -> None:
+        """A hook before ``optimizer.step()`` raised: with an update in backward it comes too late to prevent the step."""
+        if self.backward_update is not None and self.backward_update.waits_for_step and self.poisoned_by is None:
+            self.poisoned_by = f"a hook before optimizer.step() raised after update='backward' had done it: {error!r}"
 
     def _update(self, optimizer: Optimizer) -> None:
         updated = self.due.begin(optimizer) if self.placer.steady else None
@@ -370,7 +378,8 @@ class Engine(Assembly):
 
     def _settle(self, unit: Unit) -> None:
         if self.due.under_way:
-            self._or_poison(lambda: self.due.settle(unit))
+            with undisturbed():
+                self._or_poison(lambda: self.due.settle(unit))
 
     def before_load(self) -> None:
         """Values are about to be replaced: finish a step that was put off, or, after a failure, forget it."""

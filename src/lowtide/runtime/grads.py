@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -33,6 +33,7 @@ from lowtide.runtime.reduction import Reduction
 from lowtide.runtime.sharded_grad import GradOwner, ShardedGrad
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit, flat_view
+from lowtide.runtime.used_grad import UsedGrad
 from lowtide.stages import Stage
 
 
@@ -55,6 +56,11 @@ class GradRecord:
     def is_shown(self) -> bool:
         """Whether ``param.grad`` is what was reduced."""
         return self.shown is not None and self.param.grad is self.shown
+
+    @property
+    def is_zeroed(self) -> bool:
+        """Whether an update in backward must take zeros for it, see [Note: zeroed, not gone]."""
+        return isinstance(self.param.grad, UsedGrad) and self.param.grad.zeroed
 
 
 class Grads:
@@ -79,6 +85,8 @@ class Grads:
         """Units whose gradients are on a shelf."""
         self.reduced: dict[Unit, list[Tensor | None]] = {}
         """With updates in backward: this rank's reduced gradients, by parameter, until ``update`` takes them."""
+        self.used: list[nn.Parameter] = []
+        """And the parameters that had any, on some rank."""
         self.finite: dict[Unit, bool] = {}
         """And whether they are finite on every rank."""
         self._pace = Pace()
@@ -117,6 +125,9 @@ class Grads:
             name = record.unit.names[record.index]
             raise Refused(f"the gradient of {name!r} is sparse; build the embedding with sparse=False to train it sharded.")
         self.active = True
+        if isinstance(record.param.grad, UsedGrad):  # of zeros; others are refused before a backward begins
+            record.set_aside = record.param.grad
+            record.param.grad = None
         if record.is_shown:
             if not self.sync:
                 raise Refused(
@@ -163,6 +174,8 @@ class Grads:
                     if present:
                         record.param.grad = record.shown
                         record.set_aside = None
+                        if self._in_backward:
+                            self.used.append(record.param)
                 self._trace("reduced", unit.name)
         except BaseException:
             self._drop_pass()
@@ -195,6 +208,7 @@ class Grads:
     def _drop_pass(self) -> None:
         self._tickets, self._unkept = {}, {}
         self._ready.clear()
+        self.used.clear()
         self._pace.end_pass()
         self._seen = [] if self._seen is not None else None
         self.active = False
@@ -223,10 +237,13 @@ class Grads:
         while (following := self._next_to_submit()) is not None:
             self._submit(following)
 
-    def show_only(self, keys: set[int]) -> None:
-        """Other ranks have dropped all reduced gradients but these."""
+    def show_only(self, keys: set[int], *, zeroed: set[int]) -> None:
+        """Other ranks have dropped all reduced gradients but these, and zeroed some that an update in backward has used."""
         for record in self.by_param.values():
-            if record.key not in keys and record.is_shown:
+            grad = record.param.grad
+            if isinstance(grad, UsedGrad):
+                grad.zeroed = record.key in zeroed
+            if record.key not in keys and (record.is_shown or isinstance(grad, UsedGrad)):
                 record.param.grad = None
             elif record.key in keys and record.param.grad is None and record.shown is not None:
                 record.param.grad = record.shown
@@ -245,7 +262,7 @@ class Grads:
     def _collect(self, record: GradRecord) -> None:
         """Move a local gradient from ``param.grad`` to where the next reduction takes it."""
         grad = record.param.grad
-        if grad is None or grad is record.shown or isinstance(grad, ShardedGrad):
+        if grad is None or grad is record.shown or isinstance(grad, ShardedGrad | UsedGrad):
             return
         record.local = grad.detach() if record.local is None else record.local.add_(grad.detach())
         record.param.grad = None
@@ -321,7 +338,29 @@ class Grads:
                 if target is None:
                     target = out[segment.index] = segment.values.new_empty(hi - lo, dtype=dtype)
                 target[segment.lo - lo : segment.hi - lo].copy_(segment.values)
+        for record in self.records[unit]:
+            if out[record.index] is None and record.is_zeroed:
+                lo, hi = self.kept_range(unit, record.index)
+                out[record.index] = torch.zeros(hi - lo, dtype=unit.dtypes[record.index].gradient, device=record.param.device)
         return out
+
+    def show_used(self, owned: Container[nn.Parameter]) -> None:
+        """The update in backward is over; ``owned``: the parameters that it is for."""
+        used, self.used = self.used, []
+        for record in (self.by_param[param] for param in used if param in owned):
+            spec = record.unit.layout.params[record.index]
+            like = torch.empty((), dtype=record.unit.dtypes[record.index].param, device=record.param.device)
+            name = record.unit.names[record.index]
+            record.param.grad = UsedGrad.make(like.expand(spec.shape), stride=spec.stride, name=name)
+
+    def refuse_used(self) -> None:
+        """A backward begins: gradients that were used must have been cleared, because nothing can be added to them."""
+        used = next((r.param.grad for r in self.by_param.values() if isinstance(r.param.grad, UsedGrad)), None)
+        if used is not None and not used.zeroed:
+            raise Refused(
+                f"the gradient of {used.parameter!r} was used by update='backward' and is still there: plain PyTorch would add "
+                f"to it, but it is gone. Call zero_grad() before the next backward."
+            )
 
     def kept_range(self, unit: Unit, index: int) -> tuple[int, int]:
         """Elements ``lo:hi`` of a parameter whose reduced gradient this rank keeps."""

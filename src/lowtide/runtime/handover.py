@@ -20,6 +20,7 @@ from lowtide.comm.channel import Channel, Label, Wire
 from lowtide.runtime.announcer import Message, Verb
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.grads import GradRecord
+from lowtide.runtime.used_grad import UsedGrad
 from lowtide.runtime.sharded_grad import OPERATIONS, ShardedGrad
 from lowtide.runtime.unit import flat_view
 
@@ -44,6 +45,7 @@ class Handover:
         return {
             "options": [_options_of(optimizer) for optimizer in self._optimizers()],
             "gradients": [r.key for r in records],
+            "zeroed": [r.key for r in records if r.is_zeroed],
             "changed": [r.key for r in records if self._is_changed(r)],
             "buffers_due": self._engine.buffers.due,
         }
@@ -53,7 +55,7 @@ class Handover:
         for optimizer, options in zip(self._optimizers(), message["options"], strict=True):
             if optimizer is not None and options is not None:
                 _set_options(optimizer, options)
-        self._engine.grads.show_only(set(message["gradients"]))
+        self._engine.grads.show_only(set(message["gradients"]), zeroed=set(message["zeroed"]))
         self._engine.buffers.due = message["buffers_due"]
 
     def exchange_values(self, channel: Channel, message: Message, root: int, *, receive: bool) -> None:
@@ -81,7 +83,7 @@ class Handover:
 
     def _is_changed(self, record: GradRecord) -> bool:
         grad = record.param.grad
-        if grad is None or isinstance(grad, ShardedGrad):
+        if grad is None or isinstance(grad, ShardedGrad | UsedGrad):
             return False
         same = self._versions.get(record.key) == grad._version  # pyright: ignore[reportPrivateUsage]
         return grad is not record.shown or not same

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import nn
 from torch.optim import Optimizer
 
-from lowtide.config import Config
+from lowtide.config import Config, KindDtypes
+from lowtide.errors import Refused
 from lowtide.planning.options import Kind, Phase, Rates, UnitNeeds, Way
 from lowtide.planning.placement import Needs
 from lowtide.runtime.probe import large_states
@@ -124,26 +126,29 @@ def bytes_of_their_own(units: Sequence[Unit]) -> int:
     return sum(p.nbytes for p in params if not mappings.is_file(p.data_ptr()))
 
 
+def _state_width(optimizer: Optimizer, param: nn.Parameter, dtypes: KindDtypes) -> int:
+    """Bytes of the optimizer's states per element of a parameter."""
+    try:
+        states = large_states(optimizer, param, dtypes.master)
+    except Refused:  # where states are moved it is refused; where they stay in memory this is no more than an estimate
+        return 2 * dtypes.moments.itemsize
+    return sum(dtypes.moments.itemsize if s.dtype is dtypes.master else s.dtype.itemsize for s in states)
+
+
 def state_bytes(units: Sequence[Unit], optimizer: Optimizer | None) -> list[int]:
     """Masters and optimizer states of every unit on this rank, in bytes."""
     if optimizer is None:
         return [0] * len(units)
-    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    known: dict[tuple[int, object], int] = {}
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
     out: list[int] = []
     for unit in units:
         total = 0
         for chunk in unit.chunks:
             for part in chunk.parts:
                 param, dtypes = unit.params[part.index], unit.dtypes[part.index]
-                group = group_of.get(param)
-                if group is None or not dtypes.master.is_floating_point:
+                if param not in owned or not (param.is_floating_point() or param.is_complex()):
                     continue
-                key = (id(group), dtypes.master)
-                if key not in known:
-                    states = large_states(optimizer, group, dtypes.master)
-                    known[key] = sum(dtypes.moments.itemsize if s.dtype is dtypes.master else s.dtype.itemsize for s in states)
                 master = dtypes.master.itemsize if dtypes.master is not dtypes.param else 0
-                total += part.numel * (known[key] + master)
+                total += part.numel * (_state_width(optimizer, param, dtypes) + master)
         out.append(total)
     return out

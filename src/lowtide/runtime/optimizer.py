@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowtide.errors import ArgumentError, Refused
+from lowtide.runtime.ambient import undisturbed
 from lowtide.runtime.announcer import Verb
 from lowtide.runtime.engine import Engine
+from lowtide.runtime.optimizer_copy import plain_class
 from lowtide.runtime.probe import needs_closure, why_not_apart, why_not_elementwise
 from lowtide.runtime.unit import flat_view
 
@@ -32,8 +34,20 @@ class ShardedOptimizer(Optimizer):
     step_was_skipped: bool = False
     """Whether the last step changed nothing because a gradient was not finite. A scheduler should not advance then."""
 
-    @Optimizer.profile_hook_step  # runs step hooks, once, around the whole update
+    _hooks_have_run: bool = False
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._hooks_have_run = False
+        try:
+            return self._step_between_hooks(closure)
+        except BaseException as error:
+            if not self._hooks_have_run:
+                self.lowtide_engine.refused_by_a_hook(error)
+            raise
+
+    @Optimizer.profile_hook_step  # runs step hooks, once, around the whole update
+    def _step_between_hooks(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._hooks_have_run = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -50,11 +64,12 @@ class ShardedOptimizer(Optimizer):
         engine = self.lowtide_engine
         engine.announcer.refuse_alone("optimizer.state_dict()")
         engine.settle()
-        local = super().state_dict()
-        _add_streamed(self, local)
-        if not engine.config.stage.optimizer or engine.group.shard.size == 1:
-            return local
-        return _whole_state_dict(self, local)
+        with undisturbed():
+            local = super().state_dict()
+            _add_streamed(self, local)
+            if not engine.config.stage.optimizer or engine.group.shard.size == 1:
+                return local
+            return _whole_state_dict(self, local)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in PyTorch; every rank gives the whole state_dict and keeps its shard."""
@@ -66,10 +81,11 @@ class ShardedOptimizer(Optimizer):
         self.lowtide_engine.announcer.refuse_alone("optimizer.load_state_dict()")
         self.lowtide_engine.before_load()
         update = self.lowtide_engine.update
-        with update.on_pieces(self):
-            super().load_state_dict(state_dict)
-        update.forget_states(self)
-        update.cut_state(self)
+        with undisturbed():
+            with update.on_pieces(self):
+                super().load_state_dict(state_dict)
+            update.forget_states(self)
+            update.cut_state(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
@@ -84,7 +100,7 @@ class ShardedOptimizer(Optimizer):
 def refuse(optimizer: Optimizer, engine: Engine) -> None:
     """Raise if this optimizer cannot update this model's shards. Changes nothing."""
     _refuse_strangers((p for group in optimizer.param_groups for p in group["params"]), engine)
-    _refuse_whole_matrix(optimizer, engine)
+    _refuse_unfit(optimizer, engine)
 
 
 def make_sharded(optimizer: Optimizer, engine: Engine) -> None:
@@ -132,21 +148,31 @@ def _refuse_strangers(params: Iterable[Any], engine: Engine) -> None:
         )
 
 
-def _refuse_whole_matrix(optimizer: Optimizer, engine: Engine) -> None:
-    name = type(optimizer).__name__
+def _refuse_unfit(optimizer: Optimizer, engine: Engine) -> None:
+    name = plain_class(optimizer).__name__
     if needs_closure(type(optimizer)):
         raise Refused(
             f"{name} evaluates the model inside its step; sharded models need an optimizer whose step takes no closure."
         )
-    dtype = next((u.dtypes[0].master for u in engine.units if u.dtypes), torch.float32)
-    if engine.updates_by_chunks and (reason := why_not_apart(optimizer, dtype)) is not None:
+    in_chunks = engine.updates_by_chunks
+    if not in_chunks and not (engine.config.stage.optimizer and engine.group.shard.size > 1):
+        return  # it runs as it is, on everything
+
+    def seen_as(param: nn.Parameter) -> torch.dtype:
+        unit = engine.unit_of[param]
+        return unit.dtypes[unit.index_of[param]].master
+
+    if (reason := why_not_apart(optimizer, seen_as, in_chunks=in_chunks)) is not None:
+        if in_chunks:
+            raise Refused(
+                f"{name} cannot update a model in parts, as disk= and update='backward' do: {reason}. "
+                f"Leave both out, or use an optimizer that treats every tensor by itself."
+            )
         raise Refused(
-            f"{name} cannot update a model in parts, as disk= and update='backward' do: {reason}. "
-            f"Leave both out, or use an optimizer that treats every tensor by itself."
+            f"{name} cannot be run by every rank on its part of the model: {reason}. "
+            f"Use shard(..., stage=0), where every rank updates all of it, or another optimizer."
         )
-    if not engine.cuts_parameters:
-        return
-    reason = why_not_elementwise(optimizer, dtype, apart=engine.updates_by_chunks)
+    reason = why_not_elementwise(optimizer, seen_as, in_chunks=in_chunks, of=engine.cut_parameters)
     if reason is not None:
         raise Refused(
             f"{name} cannot update parameters that are cut between ranks: {reason}. "
@@ -157,13 +183,14 @@ def _refuse_whole_matrix(optimizer: Optimizer, engine: Engine) -> None:
 def _whole_state_dict(optimizer: ShardedOptimizer, local: dict[str, Any]) -> dict[str, Any]:
     engine = optimizer.lowtide_engine
     params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-    mine = {index: {k: _describe(v, params[int(index)], engine) for k, v in s.items()} for index, s in local["state"].items()}
+    own = {index: state for index, state in local["state"].items() if _is_index(index)}
+    mine = {index: {k: _describe(v, params[index], engine) for k, v in s.items()} for index, s in own.items()}
     everybody = engine.exchange.texts("optimizer states", json.dumps(mine))
     known: dict[str, dict[str, Any]] = {}
     for text in everybody:
         for index, entry in json.loads(text).items():
             known.setdefault(index, entry)
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[Any, Any] = {key: value for key, value in local["state"].items() if key not in own}
     for index in sorted(known, key=int):
         param = params[int(index)]
         piece = engine.update.pieces[param]
@@ -186,7 +213,9 @@ def _add_streamed(optimizer: ShardedOptimizer, local: dict[str, Any]) -> None:
     engine = optimizer.lowtide_engine
     params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
     for index, small in local["state"].items():
-        param = params[int(index)]
+        if not _is_index(index):
+            continue
+        param = params[index]
         piece = engine.update.pieces[param]
         stream = engine.update.streams.get(piece.record.unit)
         if stream is None:
@@ -197,6 +226,11 @@ def _add_streamed(optimizer: ShardedOptimizer, local: dict[str, Any]) -> None:
             flat = stream.read_state(param, name, piece.lo, piece.hi)
             row[name] = flat.as_strided(spec.shape, spec.stride) if piece.is_whole else flat
         local["state"][index] = row
+
+
+def _is_index(key: Any) -> bool:
+    """Whether a key of a state_dict stands for a parameter; an optimizer may keep more under keys of its own."""
+    return isinstance(key, int)
 
 
 def _flat(state: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -8,7 +8,7 @@ their room is taken before training begins.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lowtide.errors import Refused
 from lowtide.runtime.chunked_step import ChunkedStep, Entry
 from lowtide.runtime.grad_store import ShelvedGrads
+from lowtide.runtime.optimizer_copy import plain_class
 from lowtide.runtime.probe import LargeState, large_states
 from lowtide.runtime.profiling import profiled
 from lowtide.runtime.residency import Residency
@@ -30,6 +31,7 @@ from lowtide.tiers.shelf import Access, Lease, Shelf, borrowed
 from lowtide.tiers.store import Key, Priority, Store
 
 MASTERS = "masters"
+_STATE = "optimizer."
 
 
 class _Kind:
@@ -85,7 +87,9 @@ class UnitStream:
         self.shelved = shelved
         self._residency, self._memory, self._buffers, self._store = residency, memory, buffers, store
         self._kinds: dict[str, _Kind] = {}
-        self._large: dict[int, tuple[LargeState, ...]] = {}  # by index of the parameter
+        self._large: dict[int, tuple[LargeState, ...]] = {}  # by index of the parameter: those that it will ever have
+        self._there: dict[int, frozenset[str]] = {}  # and those that it has: an optimizer may make some later than others
+        self._made: dict[int, frozenset[str]] = {}  # and will have when the step in progress is done
         self.spans: Spans | None = None
         """Where the update of every chunk is noted; None: nowhere."""
         self.listener: Callable[[str], None] | None = None
@@ -101,16 +105,15 @@ class UnitStream:
     def reserve(self, optimizer: Optimizer) -> None:
         """Take room for the states that ``optimizer`` will have."""
         found: dict[str, dict[int, torch.dtype]] = {}
-        known: dict[tuple[int, torch.dtype], tuple[LargeState, ...]] = {}
-        for at, group in enumerate(optimizer.param_groups):
+        is_ours = plain_class(optimizer) is not type(optimizer)  # it gets more parameters: a state on a shelf cannot be tried
+        for group in optimizer.param_groups:
             for param in group["params"]:
                 index = self.unit.index_of.get(param)
-                if index is None or not param.is_floating_point():
+                if index is None or not (param.is_floating_point() or param.is_complex()):
                     continue
                 dtypes = self.unit.dtypes[index]
-                if (at, dtypes.master) not in known:
-                    known[at, dtypes.master] = large_states(optimizer, group, dtypes.master)
-                self._large[index] = known[at, dtypes.master]
+                if not (is_ours and index in self._large):
+                    self._large[index] = large_states(optimizer, param, dtypes.master)
                 for state in self._large[index]:
                     kept = dtypes.moments if state.dtype is dtypes.master else state.dtype
                     found.setdefault(state.name, {})[index] = kept
@@ -171,7 +174,7 @@ class UnitStream:
         opened = OpenChunk(number)
         try:
             for name, kind in self._kinds.items():
-                if only is None or name == only:
+                if only == name or (only is None and self._needs(number, name)):
                     fresh = not kind.shelf.has(number)
                     opened.leases[name] = kind.shelf.open(number, self._buffers, priority, fresh=fresh, wait=wait)
             if with_values:
@@ -182,6 +185,11 @@ class UnitStream:
             opened.close(changed=False)
             raise
         return opened
+
+    def _needs(self, number: int, kind: str) -> bool:
+        """Whether any parameter in a chunk has bytes of a kind."""
+        indices = {part.index for part in self.unit.chunks[number].parts}
+        return kind == MASTERS or any(f"{_STATE}{s.name}" == kind for i in indices for s in self._large.get(i, ()))
 
     def update(self, opened: OpenChunk, step: ChunkedStep, grads: Sequence[Tensor | None]) -> bool:
         """Run the optimizer on an open chunk; ``grads``: the gradient of each part, flat, or None. Whether anything changed."""
@@ -206,16 +214,17 @@ class UnitStream:
         if not chosen:
             return False
         values = list(self._values(opened))
-        views = {n: list(k.views(number, opened.leases[n].wait())) for n, k in self._kinds.items()}
+        views = {n: list(self._kinds[n].views(number, lease.wait())) for n, lease in opened.leases.items()}
         entries: list[Entry] = []
         for at in chosen:
             part, grad = parts[at], grads[at]
             flat = views[MASTERS][at] if MASTERS in views else values[at]
-            target = nn.Parameter(self._shaped(part, flat), requires_grad=flat.is_floating_point())
+            target = nn.Parameter(self._shaped(part, flat), requires_grad=flat.is_floating_point() or flat.is_complex())
             target.grad = self._shaped(part, grad.to(flat.dtype)) if grad is not None else None
             state = self._state_of(part, step, {n: v[at] for n, v in views.items()}, target.dtype)
             entries.append(Entry(self.unit.params[part.index], target, state))
         step.run(entries)
+        step.at_finish(self, self._step_done)
         for at, entry in zip(chosen, entries, strict=True):
             self._put_back(parts[at], step, entry, {n: v[at] for n, v in views.items()})
             if MASTERS in views and values[at].dtype is not views[MASTERS][at].dtype:
@@ -240,24 +249,40 @@ class UnitStream:
         if small is None:
             return {}
         for large in self._large.get(part.index, ()):
-            view = self._shaped(part, views[f"optimizer.{large.name}"])
-            small[large.name] = view if view.dtype is large.dtype else view.to(dtype)
+            if large.name in self._there.get(part.index, ()):
+                view = self._shaped(part, views[_STATE + large.name])
+                small[large.name] = view if view.dtype is large.dtype else view.to(dtype)
         return small
 
     def _put_back(self, part: Part, step: ChunkedStep, entry: Entry, views: dict[str, Tensor]) -> None:
-        small = dict(entry.state)
+        small, made = dict(entry.state), set[str]()
+        is_cut = part.numel < self.unit.layout.params[part.index].numel
         for large in self._large.get(part.index, ()):
-            value = small.pop(large.name, None)
-            view = views[f"optimizer.{large.name}"]
-            if value is not None and value.data_ptr() != view.data_ptr():
+            value = small.get(large.name)
+            if not isinstance(value, Tensor) or value.shape != entry.target.shape or value.dtype is not large.dtype:
+                continue  # not there yet, or told below
+            made.add(large.name)
+            del small[large.name]
+            view = views[_STATE + large.name]
+            if value.data_ptr() != view.data_ptr():
                 view.copy_(self._flat(part, value))
-        late = [n for n, v in small.items() if isinstance(v, Tensor) and v.numel() > 1 and v.shape == entry.target.shape]
+        late = [n for n, v in small.items() if isinstance(v, Tensor) and v.numel() > 1 and (is_cut or v.shape == entry.target.shape)]
         if late:
+            value = small[late[0]]
             raise Refused(
-                f"the optimizer made a state {late[0]!r} that it did not have in a trial step; there is no room for it. "
-                f"Set the optimizer's options before lowtide.shard."
+                f"the optimizer made a state {late[0]!r} ({value.dtype}, {tuple(value.shape)}) that it did not have in a trial "
+                f"of eleven steps; there is no room for it. Set the optimizer's options before lowtide.shard."
             )
-        step.keep_small_state(entry.param, small)
+        if not step.keep_small_state(entry.param, small):
+            raise Refused(
+                f"what the optimizer keeps of {self.unit.names[part.index]!r} ({', '.join(small)}) depends on how the parameter "
+                f"was cut. Give lowtide.shard an update with larger chunks, or leave disk= and update= out."
+            )
+        self._made[part.index] = frozenset(made)
+
+    def _step_done(self) -> None:
+        self._there |= self._made
+        self._made = {}
 
     def _flat(self, part: Part, value: Tensor) -> Tensor:
         param = self.unit.layout.params[part.index]
@@ -292,7 +317,14 @@ class UnitStream:
     # -- state_dicts --------------------------------------------------------------------------------------------------
 
     def large_names(self, param: nn.Parameter) -> tuple[str, ...]:
-        return tuple(large.name for large in self._large.get(self.unit.index_of[param], ()))
+        index = self.unit.index_of[param]
+        there = self._there.get(index, ())
+        return tuple(large.name for large in self._large.get(index, ()) if large.name in there)
+
+    def note_states(self, param: nn.Parameter, names: Iterable[str]) -> None:
+        """``param`` has these large states from now on, as far as there is room for them; their values follow."""
+        index = self.unit.index_of[param]
+        self._there[index] = frozenset(names) & {large.name for large in self._large.get(index, ())}
 
     def read_state(self, param: nn.Parameter, name: str, lo: int, hi: int) -> Tensor:
         """Elements ``lo:hi`` of a large state, flat: this rank's part."""
@@ -304,6 +336,8 @@ class UnitStream:
 
     def forget_states(self, replaced: Container[nn.Parameter]) -> None:
         """The states of ``replaced`` are about to be written anew: chunks that hold no other states need not be read first."""
+        self._made = {}
+        self._there = {i: names for i, names in self._there.items() if self.unit.params[i] not in replaced}
         for number, chunk in enumerate(self.unit.chunks):
             if all(p.index not in self._large or self.unit.params[p.index] in replaced for p in chunk.parts):
                 for name, kind in self._kinds.items():

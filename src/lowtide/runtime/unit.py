@@ -35,9 +35,8 @@ class Unit:
         self.updates = (cuts[rank], cuts[rank + 1]) if config.stage.optimizer else (0, self.layout.nbytes)
         """The bytes of the unit that this rank updates."""
         self._chunk_bytes, self._whole_parameters = config.update.chunk_bytes, whole_parameters
+        self._sharded = config.stage.optimizer
         self.chunks = self._chunks(self.updates)
-        numels = [p.numel for p in self.layout.params]
-        self.chunks_cut_a_parameter = any(p.numel < numels[p.index] for c in self.chunks for p in c.parts)
         self.chunk_cuts = (0, *(c.hi for c in self.chunks))
         self.index_of = {p: i for i, p in enumerate(spec.params)}
         self.version = 0
@@ -47,6 +46,13 @@ class Unit:
     def chunks_by_rank(self) -> tuple[tuple[Chunk, ...], ...]:
         """The chunks of every rank's shard."""
         return tuple(map(self._chunks, itertools.pairwise(self.layout.cuts)))
+
+    @property
+    def cut_by_chunks(self) -> set[int]:
+        """The parameters of which some rank updates a part at a time."""
+        numels = [p.numel for p in self.layout.params]
+        every = self.chunks_by_rank if self._sharded else (self.chunks,)
+        return {p.index for chunks in every for c in chunks for p in c.parts if p.numel < numels[p.index]}
 
     def _chunks(self, covers: tuple[int, int]) -> tuple[Chunk, ...]:
         return cut_into_chunks(self.layout, covers, chunk_bytes=self._chunk_bytes, whole=self._whole_parameters)

@@ -22,7 +22,7 @@ from lowtide.config import Config
 from lowtide.runtime.chunked_step import ChunkedStep
 from lowtide.runtime.grads import GradRecord, Grads
 from lowtide.runtime.ledger import Ledger
-from lowtide.runtime.probe import plain_step
+from lowtide.runtime.optimizer_copy import plain_class, plain_step
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.stream import OpenChunk, UnitStream
 from lowtide.runtime.unit import Unit, flat_view, is_whole
@@ -81,7 +81,7 @@ class Update:
             for record in self._grads.records[unit]:
                 lo, hi = self._range(record)
                 master = record.unit.dtypes[record.index].master
-                stand_in = nn.Parameter(torch.empty(0, dtype=master), requires_grad=master.is_floating_point)
+                stand_in = nn.Parameter(torch.empty(0, dtype=master), requires_grad=master.is_floating_point or master.is_complex)
                 self.pieces[record.param] = Piece(record, lo, hi, stand_in, None)
             return
         for record, value in zip(self._grads.records[unit], values, strict=True):
@@ -98,7 +98,8 @@ class Update:
         if dtypes.master is not dtypes.param:
             low_precision, flat = flat, value[lo:hi].to(dtypes.master, copy=True)
         shaped = flat.as_strided(param.shape, param.stride) if is_whole((lo, hi), param) else flat
-        return Piece(record, lo, hi, nn.Parameter(shaped, requires_grad=shaped.is_floating_point()), low_precision)
+        trained = shaped.is_floating_point() or shaped.is_complex()
+        return Piece(record, lo, hi, nn.Parameter(shaped, requires_grad=trained), low_precision)
 
     def _range(self, record: GradRecord) -> tuple[int, int]:
         """Elements of a parameter that this rank updates."""
@@ -164,7 +165,7 @@ class Update:
                 piece.target.grad = self._grad(piece)
                 self._cast(optimizer, piece, piece.target.dtype)
             self._pieces_begun = True
-            plain_step(type(optimizer).plain_class)(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+            plain_step(plain_class(optimizer))(optimizer)
             for piece in pieces:
                 if piece.target.grad is not None and piece.low_precision is not None:
                     piece.low_precision.copy_(flat_view(piece.target, self._stride(piece)))
@@ -187,7 +188,7 @@ class Update:
                 opened.popleft().close(changed=changed)
         finally:
             _close_all(opened)
-        self.may_put_off = not step.changed_options()
+        self.may_put_off = not step.changed_more_than_states()
         step.finish()
 
     def _open_next(self, stream: UnitStream, number: int, opened: deque[OpenChunk], *, with_values: bool) -> bool:
@@ -253,7 +254,7 @@ class Update:
     def run_unit(self, optimizer: Optimizer, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Update one unit from its reduced gradients, flat and cut as this rank keeps them."""
         if self._step is None:
-            self._step, self._updated = ChunkedStep(optimizer), []
+            self._step, self._updated = ChunkedStep(optimizer, in_backward=True), []
         self.forget_expected(but=unit)
         with torch.no_grad():
             self._run_chunks(self._step, unit, lambda chunk: self._cut_grads(unit, chunk, grads))
@@ -320,7 +321,7 @@ class Update:
         """Replace whole states (of an optimizer that ran before, or of a loaded state_dict) by this rank's part of them."""
         whole = dict(optimizer.state)
         for param, state in whole.items():
-            piece = self.pieces.get(param)  # type: ignore[arg-type]
+            piece = self.pieces.get(param) if isinstance(param, Tensor) else None  # type: ignore[arg-type]
             if piece is None:
                 continue
             if piece.lo == piece.hi and not piece.is_whole:
@@ -332,9 +333,10 @@ class Update:
         self._ledger.set("optimizer", self._master_bytes + _state_bytes(optimizer))
 
     def _put_on_shelves(self, stream: UnitStream, piece: Piece, state: dict[str, Any]) -> None:
-        for name in stream.large_names(piece.record.param):
-            if name in state:
-                stream.write_state(piece.record.param, name, piece.cut(state.pop(name)), piece.lo)
+        param = piece.record.param
+        stream.note_states(param, state)
+        for name in stream.large_names(param):
+            stream.write_state(param, name, piece.cut(state.pop(name)), piece.lo)
 
     def _stride(self, piece: Piece) -> tuple[int, ...]:
         if piece.target.dim() == 1 and not piece.is_whole:
@@ -367,10 +369,11 @@ def _close_all(opened: deque[OpenChunk]) -> None:
 
 
 def _rekey(optimizer: Optimizer, new_key: dict[Any, Any]) -> None:
-    items = [(new_key.get(key, key), value) for key, value in optimizer.state.items()]
+    items = [(new_key.get(key, key) if isinstance(key, Tensor) else key, v) for key, v in optimizer.state.items()]
     optimizer.state.clear()
     optimizer.state.update(items)
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    return sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+    states = (state for key, state in optimizer.state.items() if isinstance(key, Tensor))
+    return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))

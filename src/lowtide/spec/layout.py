@@ -51,10 +51,10 @@ class UnitLayout:
         return len(self.cuts) - 1
 
     @property
-    def cuts_a_parameter(self) -> bool:
-        """Whether any parameter lies on more than one rank."""
-        pieces = ((*self.piece(i, rank), p.numel) for i, p in enumerate(self.params) for rank in range(self.ranks))
-        return any(lo < hi and hi - lo < numel for lo, hi, numel in pieces)
+    def cut_between_ranks(self) -> set[int]:
+        """The parameters that lie on more than one rank."""
+        pieces = ((i, *self.piece(i, rank), p.numel) for i, p in enumerate(self.params) for rank in range(self.ranks))
+        return {i for i, lo, hi, numel in pieces if lo < hi and hi - lo < numel}
 
     def shard_bytes(self, rank: int) -> int:
         return self.cuts[rank + 1] - self.cuts[rank]
