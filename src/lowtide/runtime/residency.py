@@ -384,6 +384,8 @@ class Residency(Homes):
         self.before_replaced(unit, list(replaced))
         self._copy_in(unit, replaced, block.tensor)
         _point(unit, block.tensor)
+        if place.permanent:
+            mark_changed(unit.params[index] for index in replaced)  # graphs may have saved what lay in that memory
 
     def put_back(self, unit: Unit) -> list[int]:
         """Let pinned parameters be views of the unit again. Returns those, by index, that were not."""
@@ -393,12 +395,10 @@ class Residency(Homes):
         return list(replaced)
 
     def adopt(self) -> None:
-        """The same for parameters that are here for good, whenever a caller may have given them other memory. Graphs that
-        saved the former values are stale: these lie in that memory."""
+        """The same for parameters that are here for good, whenever a caller may have given them other memory."""
         for unit, place in self._places.items():
             if place.permanent and (replaced := unit.replaced(place.full_slot().tensor.data_ptr())):
                 self.take_in(unit)
-                mark_changed(unit.params[index] for index in replaced)
                 self.written(unit, list(replaced))
 
     def _note(self, unit: Unit, place: Place) -> None:
@@ -456,6 +456,8 @@ class Residency(Homes):
 
     def _copy_in(self, unit: Unit, values: Mapping[int, Tensor], whole: Tensor) -> None:
         views = unit.views(whole)
+        for index, value in values.items():
+            self._left.refuse_again(unit, index, value)
         with torch.inference_mode(mode=False), torch.no_grad():
             for index, value in values.items():
                 views[index].copy_(value)

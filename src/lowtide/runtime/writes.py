@@ -58,6 +58,8 @@ class _Left:
     ours: int
     """How many tensors of ours lie in it, without ``memory``."""
     print: int
+    version: int
+    """Of the unit, when it was left."""
 
 
 class Left:
@@ -73,7 +75,7 @@ class Left:
 
     def watch(self, unit: Unit, index: int | None, memory: Tensor, *, ours: int) -> None:
         """From now on ``memory`` must not change, as long as anybody but us refers to it."""
-        left = _Left(unit, index, memory, ours, _print(memory))
+        left = _Left(unit, index, memory, ours, _print(memory), unit.version)
         self._all.append(left)
         if not self._is_held(left):
             self._all.remove(left)
@@ -81,6 +83,16 @@ class Left:
     def forget(self, unit: Unit, index: int) -> None:
         """The parameter was given other memory, or other values."""
         self._all = [left for left in self._all if left.unit is not unit or left.index != index]
+
+    def refuse_again(self, unit: Unit, index: int, memory: Tensor) -> None:
+        """Raise if a parameter is given memory that it was given before an update: in plain PyTorch the update went there."""
+        for left in self._all:
+            before = (left.unit, left.index, storage_of(left.memory)) == (unit, index, storage_of(memory))
+            if before and left.version != unit.version:
+                raise Refused(
+                    f"parameter {unit.names[index]!r} was given the same memory twice (`param.data = tensor`, "
+                    f"vector_to_parameters), and updated in between: here the update does not reach that tensor. Give a new one."
+                )
 
     def look(self, *, at_all: bool) -> Refused | None:
         """Let go of what only we refer to, and look whether it was changed, or all of it. Returns what to raise if so."""
