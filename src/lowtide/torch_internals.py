@@ -7,6 +7,8 @@ lowtide requires the torch versions it is tested with; this file is what to look
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -135,3 +137,50 @@ def version_counter(tensor: Tensor) -> Tensor:
     counter = tensor.detach()
     Tensor.data.__set__(counter, torch.empty(0, dtype=tensor.dtype))  # type: ignore[attr-defined]
     return counter
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The number of the storage that ``tensor`` lies in; no other has it as long as the storage lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_functorch_wrapped(tensor: Tensor) -> bool:
+    """Whether a transform (vmap, func.grad) has put ``tensor`` into one of its own, which has no memory."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def unreadable(value: Tensor, shape: torch.Size) -> Tensor:
+    """``value``, one number, as a tensor of ``shape`` that torch does not read.
+
+    It is a negated view: before any operator reads one, the dispatcher makes it plain, which ``refuse_reads`` stops. Writes
+    and ways to its address (DLPack, NumPy) raise by themselves.
+    """
+    torch._C._set_throw_on_mutable_data_ptr(value)
+    return value.expand(shape)._neg_view()
+
+
+def refuse_reads(refuse: Callable[[int], None]) -> None:
+    """Call ``refuse`` with the storage of every negated view that is about to be read, in whatever way torch came to it: an
+    argument of compiled or scripted code, inside a transform, ``torch.tensor(x)``. To be called once in a process."""
+    negative = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
+
+    def guarded(operator: Any) -> Callable[..., Any]:
+        @functools.wraps(operator)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            for value in args:
+                if isinstance(value, Tensor):
+                    refuse(storage_of(value))
+            with torch._C._ExcludeDispatchKeyGuard(negative):  # what torch's own kernel for this key does: it falls through
+                return operator(*args, **kwargs)
+
+        return kernel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that a kernel is replaced, which is what we want
+        for name in ("clone", "copy_", "resolve_neg"):  # all that read, or call one of these first
+            operator = getattr(torch.ops.aten, name).default
+            _kernels.impl(name, guarded(operator), "Negative", allow_override=True)
+
+
+_kernels = torch.library.Library("aten", "IMPL")
+"""Holds our kernels for as long as the process lives."""

@@ -66,6 +66,8 @@ class Engine(Assembly):
         self.poisoned_by: str | None = None  # why nobody may use the model before it is loaded anew
         self._touch: Touch | None = None
         self.grad_facts.before_change = self._settle
+        self.residency.before_replaced = self.activations.saved.before_replaced
+        self.residency.written = self._written
 
     def start(self, optimizer: Optimizer | None = None) -> None:
         """Take over the model: from here on its parameters are ours."""
@@ -83,7 +85,9 @@ class Engine(Assembly):
             if self.buffers.will_send or self.residency.gathers:
                 self.announcer.say(Verb.FORWARD, int(self.buffers.will_send))
             self.buffers.before_forward()
-            self.residency.refuse_replaced(self.units)
+            self.residency.adopt()
+            self.residency.look_at_views()
+            self.residency.tell_lost()
             if not self.announcer.is_open:  # ranks that follow others may need what this one has dropped
                 self.grads.give_back()
             if torch.is_grad_enabled() and self.residency.pinned() is None:
@@ -315,10 +319,15 @@ class Engine(Assembly):
             self.placer.apply_now(self.shelves)
 
     def parameters_written(self, units: Iterable[Unit]) -> None:
-        """Parameter values may have come from outside (gathered(write=True))."""
+        """Parameter values have come from outside (gathered(write=True)): graphs on the old ones are stale."""
         for unit in units:
             self.update.refresh_masters(unit.params)
             unit.version += 1
+
+    def _written(self, unit: Unit, indices: Sequence[int]) -> None:
+        """A caller has changed parameters of a unit, by index. Graphs are what they would be in plain PyTorch."""
+        self.update.refresh_masters(unit.params)
+        self.activations.saved.written(unit, indices)
 
     # -- evicted parameters -------------------------------------------------------------------------------------------
 
@@ -346,6 +355,9 @@ class Engine(Assembly):
     def describe(self, param: nn.Parameter) -> str:
         return f"{self.name_of[param]!r} of unit {self.unit_of[param].name!r}"
 
+    def names_of(self, param: nn.Parameter) -> tuple[str, str]:
+        return self.name_of[param], self.unit_of[param].name
+
     def answer_touches(self, touch: Touch | None) -> None:
         """Who answers uses of evicted parameters: ``None`` for the usual rule."""
         self._touch = touch
@@ -367,6 +379,7 @@ class Engine(Assembly):
     def check(self) -> None:
         """Raise if the model may not be used any more."""
         self._reset_after_failure()
+        self.residency.tell_lost()
         if (reason := self.poisoned_by or self.residency.damaged_by) is not None:
             raise errors.Poisoned(reason)
         self.group.watch.raise_if_failed("the next call")
@@ -375,6 +388,8 @@ class Engine(Assembly):
         self.check()
         for unit in self.units:
             self._settle(unit)
+        self.residency.adopt()
+        self.residency.look_for_writes()
 
     def _settle(self, unit: Unit) -> None:
         if self.due.under_way:

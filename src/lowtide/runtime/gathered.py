@@ -11,37 +11,63 @@ from lowtide.errors import Refused
 from lowtide.runtime.announcer import Verb
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.unit import Unit
+from lowtide.runtime.writes import differing
 
 
 @contextmanager
 def gathered(engine: Engine, params: Sequence[nn.Parameter], *, write: bool) -> Generator[None]:
-    """Pin the units of ``params``; on leaving, make rank 0's values everybody's if ``write``."""
+    """Pin the units of ``params``; on leaving, make what they hold on rank 0 everybody's if ``write``.
+
+    Graphs that are made inside may be walked backward outside: what autograd saves of parameters are recipes, as in a forward
+    pass. If the block ends with an exception, one rank keeps what was written until then, as in plain PyTorch; several keep
+    none of it.
+    """
     engine.settle()
     if write:
         engine.announcer.refuse_alone("gathered(write=True)")
     else:
         engine.announcer.say(Verb.LOOK)
+    residency = engine.residency
     units = sorted({engine.unit_of[p] for p in params}, key=lambda u: u.index)
     pinned: list[Unit] = []
+    keep = write and engine.group.size == 1
     try:
         for unit in units:
-            engine.residency.pin(unit, private=True)
+            residency.pin(unit, private=True)
             pinned.append(unit)
-        versions = {p: p._version for u in units for p in u.params}
-        yield
-        changed = [p for p, version in versions.items() if p._version != version]
-        for unit in units:
-            engine.residency.accept_writes(unit)
-        if changed and not write:
-            raise Refused(
-                f"parameter {engine.name_of[changed[0]]!r} was changed inside gathered(); "
-                f"write gathered(..., write=True) to keep changes."
-            )
+        before = {unit: residency.prints(unit) for unit in units}
+        saved = engine.open_saved()
+        try:
+            yield
+        finally:
+            engine.close_saved(saved)
         if write:
-            for unit in units:
-                engine.residency.write_back(unit)
-            engine.parameters_written(units)
+            _make_everybodys(engine, before)
+            keep = True
+        else:
+            _refuse_changes(engine, before)
     finally:
         for unit in pinned:
-            engine.residency.unpin(unit)
-        engine.residency.forget(pinned)
+            residency.unpin(unit, keep=keep)
+        residency.forget(pinned)
+
+
+def _make_everybodys(engine: Engine, before: dict[Unit, list[int]]) -> None:
+    """Keep what the parameters hold now."""
+    for unit in before:
+        engine.residency.take_in(unit)
+    for unit in before:
+        engine.residency.write_back(unit)
+    changed = [u for u, prints in before.items() if differing(u, prints, engine.residency.prints(u))]
+    for unit in before:
+        engine.residency.accept_writes(unit)
+    engine.parameters_written(changed)
+
+
+def _refuse_changes(engine: Engine, before: dict[Unit, list[int]]) -> None:
+    for unit, prints in before.items():
+        replaced = engine.residency.put_back(unit)
+        for index in (*replaced, *differing(unit, prints, engine.residency.prints(unit))):
+            raise Refused(
+                f"parameter {unit.names[index]!r} was changed inside gathered(); write gathered(..., write=True) to keep changes."
+            )

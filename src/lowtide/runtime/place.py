@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from torch import Tensor
+
 from lowtide.comm.channel import Ticket
 from lowtide.errors import InternalError
 from lowtide.runtime.slots import Waits
@@ -25,8 +27,8 @@ class Place:
     """Where one unit is."""
 
     __slots__ = (
-        *("common", "covers", "gather", "held", "home", "permanent", "pins"),
-        *("reads", "ready", "slot", "state", "versions", "writes"),
+        *("common", "covers", "exposed", "gather", "held", "home", "permanent", "pins", "placeholders"),
+        *("prints", "reads", "ready", "slot", "state", "versions", "writes"),
     )
 
     def __init__(self, home: Shelf, covers: tuple[int, int]) -> None:
@@ -43,6 +45,9 @@ class Place:
         self.held = False  # an update works in the slot
         self.permanent = False
         self.versions: list[int] = []  # of the parameters when they were attached
+        self.prints: list[int] = []  # of their values, see runtime/writes.py; none if the slot is the home, or after an update
+        self.exposed = False  # whether parameters were attached since ``prints`` were last compared
+        self.placeholders: list[Tensor] = []  # what the parameters hold while they are evicted
 
     def full_slot(self) -> Block:
         if self.slot is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,10 +33,12 @@ from lowtide.runtime.shared_slots import SharedSlots
 from lowtide.runtime.slots import FromCommon, SlotLease, Slots, gathering, no_room, room_alike, wait_all
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit
+from lowtide.runtime.writes import Left, differing, lost_through, prints_of
 from lowtide.tiers.arena import Arena, Block
 from lowtide.tiers.device import Memory
 from lowtide.tiers.shelf import Lease, View
 from lowtide.tiers.store import IOTicket, Priority, Store
+from lowtide.torch_internals import mark_changed
 
 _KEEP = 1  # how many unpinned whole units may stay in case they come again; the least recently used goes first
 
@@ -68,6 +70,12 @@ class Residency(Homes):
         """Called before a gather is begun that all ranks must take part in."""
         self.damaged_by: str | None = None
         """Who changed values that several ranks read, if anybody did."""
+        self.before_replaced: Callable[[Unit, Sequence[int]], None] = lambda _, __: None
+        """Called before parameters, by index, get the values of memory that a caller gave them: graphs may need the old ones."""
+        self.written: Callable[[Unit, Sequence[int]], None] = lambda _, __: None
+        """Called when values that a caller has written to parameters, by index, have been kept."""
+        self._left = Left()
+        self._lost: Refused | None = None  # what could not be kept, until it is told
 
     def share(self, common: CommonHomes | None, slots: SharedSlots | None) -> None:
         super().share(common, slots)
@@ -101,7 +109,7 @@ class Residency(Homes):
         if place.permanent and home is not None:
             self._attach(unit, place, home)
         else:
-            _evict(unit)
+            _evict(unit, place)
 
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
@@ -126,6 +134,7 @@ class Residency(Homes):
 
     def _bring(self, unit: Unit, priority: Priority, *, private: bool = False) -> bool:
         """Start filling a slot with ``unit``; whether there was one. ``private``: not the memory that other ranks read."""
+        self.look_at_views(at_all=False)  # or memory that only we refer to would not be free
         place = self._places[unit]
         home, alone = place.home, self._group.shard.size == 1
         whole = home.block if alone else place.common
@@ -219,35 +228,44 @@ class Residency(Homes):
             raise
         self._attach(unit, place, place.full_slot())
 
-    def unpin(self, unit: Unit) -> None:
-        """Undo one ``pin``. The last one evicts the parameters; the bytes stay for a while."""
+    def unpin(self, unit: Unit, *, keep: bool = True) -> None:
+        """Undo one ``pin``. The last one evicts the parameters; the bytes stay for a while, or not at all unless ``keep``."""
         place = self._places[unit]
         if place.permanent:
             return
         place.pins -= 1
         if place.pins:
             return
-        lost = _lost_write(unit, place)
-        if lost is not None and (place.slot is place.common or self._is_shared(place.slot)):
-            self.damaged_by = f"parameter {lost!r} was changed in memory that the ranks of this host share"
-        _evict(unit)
+        replaced = unit.replaced(place.full_slot().tensor.data_ptr()) if keep else {}
+        in_place = _rewritten(unit, place) if keep else []
+        _evict(unit, place)
         place.state = State.WHOLE
         self._trace("release", unit.name)
+        if not keep and place.slot is not place.home.block:
+            place.exposed = False
+            self._drop(unit)
+        elif replaced:
+            self._take_in(unit, place, replaced)
+        elif in_place:
+            self._found(unit, place, in_place)
         self._shrink()
-        if lost is not None:
-            raise _refused_write(unit, lost)
+        self.tell_lost()
 
     def unpin_all(self) -> None:
         """Evict every unit, whoever had pinned it."""
         for unit, place in self._places.items():
             if place.pins:
-                _evict(unit)
+                _evict(unit, place)
                 place.pins, place.state = 0, State.WHOLE
         self.forget()
 
     def accept_writes(self, unit: Unit) -> None:
-        """What was written to a pinned unit has been kept."""
-        self._places[unit].versions = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
+        """The values of the unit are new, and kept."""
+        place = self._places[unit]
+        place.versions = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
+        place.prints, place.exposed = [], False
+        if place.pins and self._alone:  # elsewhere other ranks may still be at it
+            self._note(unit, place)
 
     def forget(self, units: Iterable[Unit] | None = None) -> None:
         """Let go of whole copies that are not pinned: their values are about to be, or were, replaced."""
@@ -313,28 +331,164 @@ class Residency(Homes):
         place = self._places[unit]
         whole = place.full_slot().tensor[: unit.layout.nbytes]
         self._channel.run(Label("write", unit.index, unit.name), lambda wire, _: wire.world.broadcast(whole))
+        if place.home.block is not place.slot:
+            self._save(place, whole)
+        if place.home.block is not None and place.home.block is not place.slot:
+            self._put(unit, whole)
+
+    # -- what callers write -------------------------------------------------------------------------------------------
+
+    def look_for_writes(self, units: Iterable[Unit] | None = None) -> None:
+        """Keep what callers have written to units that are whole, or raise if it cannot be kept."""
+        for unit in self._units if units is None else units:
+            self._look(unit, self._places[unit])
+        self.look_at_views()
+        self.tell_lost()
+
+    def look_at_views(self, *, at_all: bool = True) -> None:
+        """The same for memory that parameters have left (or only for what nobody refers to any more): noted, to be told."""
+        if self._left:
+            self._lost = self._left.look(at_all=at_all) or self._lost
+
+    def tell_lost(self) -> None:
+        """Raise if something that a caller has written could not be kept."""
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
+
+    @contextmanager
+    def holding(self, unit: Unit) -> Generator[None]:
+        self._look(unit, self._places[unit])  # the update begins with what the caller has made of the values
+        with super().holding(unit):
+            yield
+
+    def may_update(self, unit: Unit, *, wait: bool) -> bool:
+        place = self._places[unit]
+        self._look(unit, place)
+        if not self._alone:
+            place.prints, place.exposed = [], False  # from here on other ranks may write
+        return super().may_update(unit, wait=wait)
+
+    def prints(self, unit: Unit) -> list[int]:
+        """What tells whether the values of a pinned unit change, see runtime/writes.py."""
+        return prints_of(unit, self._places[unit].full_slot().tensor)
+
+    def take_in(self, unit: Unit) -> None:
+        """Make memory that a caller gave to pinned parameters (``param.data = x``) the values of the unit."""
+        place = self._places[unit]
+        block = place.full_slot()
+        replaced = unit.replaced(block.tensor.data_ptr())
+        if not replaced:
+            return
+        unit.refuse_converted(replaced, block.tensor.device)
+        self.before_replaced(unit, list(replaced))
+        self._copy_in(unit, replaced, block.tensor)
+        _point(unit, block.tensor)
+        if place.permanent:
+            mark_changed(unit.params[index] for index in replaced)  # graphs may have saved what lay in that memory
+
+    def put_back(self, unit: Unit) -> list[int]:
+        """Let pinned parameters be views of the unit again. Returns those, by index, that were not."""
+        block = self._places[unit].full_slot()
+        replaced = unit.replaced(block.tensor.data_ptr())
+        _point(unit, block.tensor)
+        return list(replaced)
+
+    def adopt(self) -> None:
+        """The same for parameters that are here for good, whenever a caller may have given them other memory."""
+        for unit, place in self._places.items():
+            if place.permanent and (replaced := unit.replaced(place.full_slot().tensor.data_ptr())):
+                self.take_in(unit)
+                self.written(unit, list(replaced))
+
+    def _note(self, unit: Unit, place: Place) -> None:
+        """The parameters become usable: what may be written from now on?"""
+        place.versions = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
+        if place.slot is not place.home.block:
+            place.prints = place.prints or prints_of(unit, place.full_slot().tensor)
+            place.exposed = True
+
+    def _look(self, unit: Unit, place: Place) -> None:
+        """Before a slot is given up or written: keep what a caller has written to it, or note that it is lost."""
+        if not place.exposed or place.slot is None:
+            return
+        now = prints_of(unit, place.slot.tensor)
+        changed = differing(unit, place.prints, now)
+        place.exposed = bool(place.pins) or (self._alone and place.slot.held)
+        if changed:
+            self._found(unit, place, changed)
+        if not self._alone and not place.pins:
+            place.prints = []  # other ranks may write now
+
+    def _found(self, unit: Unit, place: Place, changed: Sequence[int]) -> None:
+        """A caller has changed these parameters in the slot."""
+        if self._alone:
+            self._keep_slot(unit, place)
+            self.written(unit, changed)
+            return
+        self._lost = lost_through(unit, changed[0])
+        if place.slot is place.common or self._is_shared(place.slot):
+            name = unit.names[changed[0]]
+            self.damaged_by = f"parameter {name!r} was changed in memory that the ranks of this host share"
+        elif place.state is State.WHOLE:
+            place.exposed = False
+            self._drop(unit)  # the home has the values that it had
+
+    def _take_in(self, unit: Unit, place: Place, replaced: Mapping[int, Tensor]) -> None:
+        """The same for parameters that were given other memory, after they were evicted."""
+        block = place.full_slot()
+        if not self._alone:
+            self._lost = lost_through(unit, next(iter(replaced)))
+            return
+        unit.refuse_converted(replaced, block.tensor.device)
+        self.before_replaced(unit, list(replaced))
+        if block is not place.home.block and block.held:  # views of the old values stay as they are
+            into = block.tensor.clone()
+            self._copy_in(unit, replaced, into)
+            self._save(place, into)
+            wait_all(place.writes)
+            place.exposed = False
+            self._drop(unit)
+        else:
+            self._copy_in(unit, replaced, block.tensor)
+            self._keep_slot(unit, place)
+        self.written(unit, list(replaced))
+
+    def _copy_in(self, unit: Unit, values: Mapping[int, Tensor], whole: Tensor) -> None:
+        views = unit.views(whole)
+        for index, value in values.items():
+            self._left.refuse_again(unit, index, value)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for index, value in values.items():
+                views[index].copy_(value)
+                self._left.forget(unit, index)
+                self._left.watch(unit, index, value.detach(), ours=0)
+
+    def _keep_slot(self, unit: Unit, place: Place) -> None:
+        if place.slot is not place.home.block:
+            whole = place.full_slot().tensor
+            self._save(place, whole)
+            place.prints = prints_of(unit, whole)
+
+    def _save(self, place: Place, whole: Tensor) -> None:
+        """Make ``whole`` what the home holds."""
         lo, hi = place.covers
         if place.home.block is None:
             place.writes += place.home.save(whole[lo:hi].cpu())
-        elif place.home.block is not place.slot:
+        else:
             place.home.block.tensor[: hi - lo].copy_(whole[lo:hi])
-            self._put(unit, whole)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no other rank has these parameters: what a caller writes is then the one truth."""
+        return self._group.size == 1
 
     # -- param.data ---------------------------------------------------------------------------------------------------
 
-    def refuse_replaced(self, units: Iterable[Unit]) -> None:
-        """Raise if somebody replaced the memory of an attached parameter (``.to()``, ``.half()``, ``param.data = ...``)."""
-        for unit in units:
-            if self._places[unit].state is State.ATTACHED:
-                unit.refuse_replaced(self._places[unit].full_slot().tensor.data_ptr())
-
     def _attach(self, unit: Unit, place: Place, block: Block) -> None:
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for param, view in zip(unit.params, unit.views(block.tensor), strict=True):
-                param.__class__ = nn.Parameter
-                param.data = view
+        _point(unit, block.tensor)
         place.slot, place.state = block, State.ATTACHED
-        self.accept_writes(unit)
+        self._note(unit, place)
         self._trace("attach", unit.name)
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -375,11 +529,13 @@ class Residency(Homes):
 
     def _drop(self, unit: Unit) -> None:
         place = self._places[unit]
+        self._look(unit, place)
         for order in (self._recent, self._guessed, self._wanted):
             order.pop(unit, None)
         self._accept_slot(unit, place)
         under_way = place.reads + place.writes
         slot, place.slot, place.state = place.slot, None, State.HOME
+        was_exposed, place.exposed, place.prints = bool(place.prints), False, []
         place.gather, place.ready, place.reads, place.writes = None, None, [], []
         if slot is None:
             return
@@ -388,31 +544,37 @@ class Residency(Homes):
             self._shared.give(slot)
             self._trace("drop", unit.name)
         elif slot is not place.home.block and slot is not place.common:
+            if was_exposed and slot.held:
+                self._left.watch(unit, None, slot.tensor[: unit.layout.nbytes], ours=1)
             self._slots.give(slot, under_way)
             self._trace("drop", unit.name)
 
 
-def _evict(unit: Unit) -> None:
+def _point(unit: Unit, whole: Tensor) -> None:
+    """Let the parameters be views of ``whole``."""
     with torch.inference_mode(mode=False), torch.no_grad():
-        for param, dtype in zip(unit.params, unit.dtypes, strict=True):
-            param.data = placeholder(param.shape, dtype.param, param.device)
+        for param, view in zip(unit.params, unit.views(whole), strict=True):
+            param.__class__ = nn.Parameter
+            param.data = view
+
+
+def _evict(unit: Unit, place: Place) -> None:
+    with torch.inference_mode(mode=False), torch.no_grad():
+        if not place.placeholders:
+            place.placeholders = [placeholder(p, d.param) for p, d in zip(unit.params, unit.dtypes, strict=True)]
+        for param, nothing in zip(unit.params, place.placeholders, strict=True):
+            param.data = nothing
             param.__class__ = EvictedParameter
 
 
-def _lost_write(unit: Unit, place: Place) -> str | None:
+def _rewritten(unit: Unit, place: Place) -> list[int]:
+    """The parameters, by index, that were changed in the slot as autograd knows it."""
     if place.slot is place.home.block:
-        return None
+        return []
     now = [p._version for p in unit.params]  # pyright: ignore[reportPrivateUsage]
-    return next((n for n, was, is_ in zip(unit.names, place.versions, now, strict=True) if was != is_), None)
+    return [index for index, (was, is_) in enumerate(zip(place.versions, now, strict=True)) if was != is_]
 
 
 def _fill(views: Sequence[Tensor], flat_values: Sequence[Tensor]) -> None:
     for view, value in zip(views, flat_values, strict=True):
         view.copy_(value.as_strided(view.shape, view.stride()))
-
-
-def _refused_write(unit: Unit, parameter: str) -> Refused:
-    return Refused(
-        f"parameter {parameter!r} was changed while its unit {unit.name!r} was gathered; the change would be lost when the "
-        f"unit is released. Change parameters with `with lowtide.gathered(module, write=True):`, or use stage 2."
-    )

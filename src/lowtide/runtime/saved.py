@@ -9,6 +9,7 @@ as they are or spilled to a store.
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -19,33 +20,45 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowtide.errors import StaleGraph
+from lowtide.errors import Refused, StaleGraph
 from lowtide.runtime.profiling import Ranges
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.spill import Spill, Spilled, check_version
 from lowtide.runtime.unit import Unit
-from lowtide.torch_internals import at_end_of_backward, backward_under_way, innermost_saved_tensor_hooks, profile_under_way
+from lowtide.torch_internals import (
+    at_end_of_backward,
+    backward_under_way,
+    innermost_saved_tensor_hooks,
+    is_functorch_wrapped,
+    profile_under_way,
+)
 
 
 class Needed:
     """Something in a graph that needs the values which ``unit`` has now; as long as it lives, so does the need."""
 
-    __slots__ = ("__weakref__", "unit", "version")
+    __slots__ = ("__weakref__", "rewritten", "unit", "version")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.version = unit.version
+        self.rewritten: str | None = None  # a parameter that a caller has changed since
 
     def check(self) -> None:
         """Raise if the unit has other values by now."""
         if self.version != self.unit.version:
             raise StaleGraph(self.unit.name)
+        if self.rewritten is not None:
+            raise Refused(
+                f"parameter {self.rewritten!r} was changed during the forward pass of unit {self.unit.name!r} or after it, so "
+                f'that it cannot be computed again. Keep its activations (activations="keep").'
+            )
 
 
 class _Recipe(Needed):
-    """A view of a unit's parameters."""
+    """A view of a unit's parameters. As in plain PyTorch it shows what is written to them, unless autograd knows of it."""
 
-    __slots__ = ("conjugate", "dtype", "offset", "shape", "stride")
+    __slots__ = ("conjugate", "counted", "dtype", "former", "index", "offset", "shape", "stride")
 
     def __init__(self, unit: Unit, view: Tensor) -> None:
         super().__init__(unit)
@@ -54,6 +67,28 @@ class _Recipe(Needed):
         self.shape = view.shape
         self.stride = view.stride()
         self.conjugate = view.is_conj()
+        self.index = max(bisect.bisect_right(unit.layout.offsets, self.offset * view.itemsize) - 1, 0)
+        # a view of ``p.data`` has a counter of its own, which goes on without the parameter's
+        version = view._version  # pyright: ignore[reportPrivateUsage]
+        self.counted = version if version == self._now() else None
+        self.former: Tensor | None = None  # the values, if the parameter was given other memory since
+
+    def check(self) -> None:
+        super().check()
+        if self.counted is not None and self.former is None:
+            check_version(self._now(), self.counted, self.shape, self.dtype)
+
+    def _now(self) -> int:
+        return self.unit.params[self.index]._version  # pyright: ignore[reportPrivateUsage]
+
+    def view_in(self, whole: Tensor) -> Tensor:
+        """The view, in the bytes of the unit."""
+        with torch.no_grad():
+            storage = whole.untyped_storage()
+            view = torch.empty(0, dtype=self.dtype, device=storage.device)
+            place: Any = (storage, self.offset, self.shape, self.stride)
+            view.set_(*place)
+            return view.conj() if self.conjugate else view
 
 
 class KeptBytes:
@@ -141,6 +176,13 @@ class _Outer:
     unpack: Callable[[Any], Tensor]
 
 
+def _address_of(tensor: Tensor) -> int:
+    """Where the storage of ``tensor`` begins; 0 if it has none that could be told."""
+    if tensor.layout is not torch.strided or is_functorch_wrapped(tensor):
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
 def _nothing(_: int) -> bool:
     return False
 
@@ -202,6 +244,19 @@ class SavedViews:
         """How many places in graphs still need the values of ``unit``."""
         return len(self._needed[unit]) if unit in self._needed else 0
 
+    def before_replaced(self, unit: Unit, indices: Sequence[int]) -> None:
+        """Parameters are about to get the values of other memory that a caller gave them: in plain PyTorch the graphs that
+        exist keep the former memory."""
+        for needed in list(self._needed.get(unit, ())):
+            if isinstance(needed, _Recipe) and needed.index in indices and needed.former is None:
+                needed.former = needed.view_in(self._residency.whole(unit)).clone()
+
+    def written(self, unit: Unit, indices: Sequence[int]) -> None:
+        """A caller has changed parameters: who needs them to compute something again would come to other results."""
+        for needed in list(self._needed.get(unit, ())):
+            if not isinstance(needed, _Recipe):
+                needed.rewritten = unit.names[indices[0]]
+
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def open(self) -> saved_tensors_hooks | None:
@@ -212,7 +267,7 @@ class SavedViews:
         seen: set[int] = set()
 
         def pack(tensor: Tensor) -> Any:
-            address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+            address = _address_of(tensor)
             recipe = self._recipe(tensor, address)
             if recipe is not None:
                 return recipe
@@ -230,7 +285,7 @@ class SavedViews:
         seen: set[int] = set()
 
         def pack(tensor: Tensor) -> Any:
-            address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+            address = _address_of(tensor)
             recipe = self._recipe(tensor, address)
             if again and recipe is None and address and address not in seen and not self._stays(address):
                 seen.add(address)
@@ -281,13 +336,10 @@ class SavedViews:
         packed.check()
         if profile_under_way():
             self._range_of(packed.unit)
+        if packed.former is not None:
+            return packed.former
         self._on_demand(packed.unit)
-        with torch.no_grad():
-            storage = self._residency.whole(packed.unit).untyped_storage()
-            view = torch.empty(0, dtype=packed.dtype, device=storage.device)
-            place: Any = (storage, packed.offset, packed.shape, packed.stride)
-            view.set_(*place)
-            return view.conj() if packed.conjugate else view
+        return packed.view_in(self._residency.whole(packed.unit))
 
     def _range_of(self, unit: Unit) -> None:
         """Backward has come to ``unit``: what follows is its, in a profile, until backward comes to another one."""

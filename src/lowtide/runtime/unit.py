@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +57,23 @@ class Unit:
     def _chunks(self, covers: tuple[int, int]) -> tuple[Chunk, ...]:
         return cut_into_chunks(self.layout, covers, chunk_bytes=self._chunk_bytes, whole=self._whole_parameters)
 
-    def refuse_replaced(self, address: int) -> None:
-        """Raise unless the attached parameters are views of the memory at ``address``."""
-        for name, param, shape, offset in zip(self.names, self.params, self.layout.params, self.layout.offsets, strict=True):
+    def replaced(self, address: int) -> dict[int, Tensor]:
+        """The attached parameters, by index, that are not views of the memory at ``address`` any more, and what they hold."""
+        found: dict[int, Tensor] = {}
+        for index, (param, shape, offset) in enumerate(zip(self.params, self.layout.params, self.layout.offsets, strict=True)):
             if shape.numel and param.data_ptr() != address + offset:
+                found[index] = param.data
+        return found
+
+    def refuse_converted(self, replaced: Mapping[int, Tensor], device: torch.device) -> None:
+        """Raise unless what parameters were given instead of their memory are values that they could have had."""
+        for index, value in replaced.items():
+            param = self.layout.params[index]
+            wanted = (param.shape, self.dtypes[index].param, torch.strided, device)
+            if (tuple(value.shape), value.dtype, value.layout, value.device) != wanted:
                 raise Refused(
-                    f"the memory of parameter {name!r} was replaced after lowtide.shard (.to(), .half(), `param.data = ...`). "
+                    f"the memory of parameter {self.names[index]!r} was replaced after lowtide.shard by a tensor of another kind "
+                    f"(.to(), .half(), `param.data = ...`): {tuple(value.shape)} {value.dtype} on {value.device}. "
                     f"Convert the model before sharding it; change values with `with lowtide.gathered(module, write=True):`."
                 )
 
