@@ -25,7 +25,7 @@ from lowtide.planning.plan import Plan
 from lowtide.planning.request import Request
 from lowtide.reporting.observing import optimizer_facts
 from lowtide.reporting.recorder import record
-from lowtide.runtime import clipping, hooks, norm
+from lowtide.runtime import clipping, hooks
 from lowtide.runtime import gathered as _gathered
 from lowtide.runtime import module as sharded_module
 from lowtide.runtime import optimizer as sharded_optimizer
@@ -34,7 +34,7 @@ from lowtide.runtime.evicted import owner_of
 from lowtide.runtime.grads import refuse_unreduced
 from lowtide.runtime.module import ShardedModule
 from lowtide.runtime.probe import large_states, needs_closure, why_not_elementwise
-from lowtide.runtime.unit import contiguous_stride, dense_stride, flat_view
+from lowtide.runtime.unit import contiguous_stride, dense_stride
 from lowtide.spec.hardware import Hardware
 from lowtide.spec.model import ModelSpec
 from lowtide.spec.units import UnitSpec, find_units
@@ -222,19 +222,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-    The norm is the same bits at any stage and on any number of ranks, and for a plain model, see runtime/norm.py.
+    On one rank, and for a plain model, norm and result are those of ``torch.nn.utils.clip_grad_norm_``, bit for bit. On
+    several ranks they are the same bits at every stage, tier and cut; torch's own function adds in another order.
     """
     engine, params = _engine_and_params(model)
-    if engine is not None:
-        _refuse_used_up(engine)
-        refuse_unreduced(engine.grads.by_param.values())
-        return clipping.clip_norm(engine, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
-    pieces = [
-        norm.GradPiece(k, 0, p.numel(), flat_view(p.grad, dense_stride(p))) for k, p in enumerate(params) if p.grad is not None
-    ]
-    total = clipping.norm_of(norm.norms(pieces, float(norm_type), norm.alone), float(norm_type))
-    clipping.scale(params, total, max_norm, error_if_nonfinite=error_if_nonfinite)
-    return total
+    if engine is None:
+        return clipping.clip_norm_alone(params, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+    _refuse_used_up(engine)
+    refuse_unreduced(engine.grads.by_param.values())
+    return clipping.clip_norm(engine, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:

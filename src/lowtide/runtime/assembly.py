@@ -105,6 +105,7 @@ class Assembly:
             trace=self.trace,
         )
         self.grad_facts.grads = self.grads
+        self.grads.scratch = self.residency.scratch
         self.buffers = Buffers(model, group, self.gathers)
         self.scale = LossScale(config.precision.scale)
         self.update = Update(

@@ -292,6 +292,7 @@ class Engine(Assembly):
         if bad_key is not None:
             _skip(self, self.name_of[self.grads.by_key[bad_key].param])
             return False
+        self.grads.forget_known()
         self.residency.forget()
         self._or_poison(lambda: self._update(optimizer))
         after_step(self)

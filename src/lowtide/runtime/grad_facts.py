@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,8 @@ from lowtide.comm.group import Group
 from lowtide.errors import InternalError
 from lowtide.runtime import norm
 from lowtide.runtime.exchange import Exchange
-from lowtide.runtime.grad_store import Change, all_finite
+from lowtide.runtime.grad_store import Change
+from lowtide.runtime.grad_summary import all_finite, norm_of_whole
 from lowtide.runtime.grads import GradRecord, Grads
 from lowtide.runtime.sharded_grad import ShardedGrad
 from lowtide.runtime.trace import Spans
@@ -40,19 +41,47 @@ class GradFacts:
 
     def norms(self, order: float) -> dict[int, float]:
         """The norm of every gradient by key, over all ranks."""
-        return norm.norms(self._pieces(), order, self._exchange.vectors)
-
-    def _pieces(self) -> Iterator[norm.GradPiece]:
-        for record, lo, values in self.grads.pieces():
+        self.grads.orders.add(order)
+        records = [r for r in self.grads.by_param.values() if r.param.grad is not None]
+        if self._group.size == 1:
+            return {r.key: self._norm_of_whole(r, order) for r in records}
+        known = {r.key: r.known.parts[order] for r in records if r.known is not None and order in r.known.parts}
+        collectors: dict[int, norm.NormCollector] = {}
+        for record, lo, values in self.grads.pieces(lambda r: r.key not in known):
             if self.listener is not None:
                 self.listener("clip")
-            yield norm.GradPiece(record.key, lo, record.unit.layout.params[record.index].numel, values)
+            if record.key not in collectors:
+                numel = record.unit.layout.params[record.index].numel
+                collectors[record.key] = norm.NormCollector(numel, order)
+            collectors[record.key].add(lo, values)
+        read = {key: collector.finish() for key, collector in collectors.items()}
+        return norm.norms(known | read, order, self._exchange.vectors)
+
+    def _norm_of_whole(self, record: GradRecord, order: float) -> float:
+        """torch's norm of a gradient that is whole on this rank."""
+        grad = record.param.grad
+        if grad is None:
+            raise InternalError("the norm of a gradient that is not there")
+        if record.known is not None and order in record.known.norms:
+            return record.known.norms[order]
+        if self.listener is not None:
+            self.listener("clip")
+        if not isinstance(grad, ShardedGrad):
+            return norm_of_whole(grad, order)
+        if grad.piece is not None:
+            return norm_of_whole(grad.piece, order)
+        with self.grads.whole_from_shelf(record) as values:
+            return norm_of_whole(values, order)
 
     def norm_of(self, grad: ShardedGrad, order: float) -> float:
-        if order not in self._norm_cache:  # torch asks for one norm at a time; one exchange answers for all
-            with nullcontext() if self.spans is None else self.spans.during("update", "clip"):
+        """The norm of one gradient."""
+        with nullcontext() if self.spans is None else self.spans.during("update", "clip"):
+            if self._group.size == 1:
+                self.grads.orders.add(order)
+                return self._norm_of_whole(self.grads.by_key[grad.key], order)
+            if order not in self._norm_cache:  # torch asks for one norm at a time; one exchange answers for all
                 self._norm_cache[order] = self.norms(order)
-        return self._norm_cache[order].get(grad.key, 0.0)
+            return self._norm_cache[order].get(grad.key, 0.0)
 
     def grads_changed(self) -> None:
         self._norm_cache.clear()
@@ -76,20 +105,28 @@ class GradFacts:
 
     def _is_finite(self, record: GradRecord) -> bool:
         """Whether this rank's part of a gradient is finite."""
-        if self.grads.is_shelved(record):
-            shelf = self.grads.shelves[record.unit]
-            return shelf.surely_finite(record.index) or all(
-                all_finite(values) for _, values in shelf.parts(lambda index: index == record.index)
-            )
-        values = self.grads.piece(record, *record.unit.layout.piece(record.index, self._group.shard.rank))
-        return values is None or all_finite(values)
+        if record.known is not None and record.known.finite:
+            return True
+        return all(all_finite(values) for _, _, values in self.grads.pieces(lambda r: r is record))
 
     # -- one gradient -------------------------------------------------------------------------------------------------
 
-    def note_change(self, grad: ShardedGrad, change: Change) -> None:
+    def change(self, grad: ShardedGrad, change: Change) -> None:
+        """Change a gradient in place, or note it."""
+        if grad.piece is not None:
+            change.apply(grad.piece)
+        else:
+            record = self.grads.by_key[grad.key]
+            self.before_change(record.unit)
+            self.grads.shelves[record.unit].change(record.index, change)
+        self.was_changed(grad, keeps_finite=change.keeps_finite)
+
+    def was_changed(self, grad: ShardedGrad, *, keeps_finite: bool) -> None:
+        """A gradient was changed: what was known of it may not hold any more."""
         record = self.grads.by_key[grad.key]
-        self.before_change(record.unit)
-        self.grads.shelves[record.unit].change(record.index, change)
+        if record.known is not None:
+            record.known = record.known.changed(keeps_finite=keeps_finite)
+        self.grads_changed()
 
     def whole_of(self, grad: ShardedGrad) -> Tensor:
         """A sharded gradient, whole."""

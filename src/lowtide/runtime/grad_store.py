@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from lowtide.runtime.unit import Unit
@@ -34,6 +33,23 @@ class Segment:
     def covers(self, part: Part) -> bool:
         return self.lo <= part.lo and part.hi <= self.hi
 
+    def part(self, part: Part) -> Tensor:
+        """The values of ``part``, which this segment covers."""
+        return self.values[part.lo - self.lo : part.hi - self.lo]
+
+
+class Reader(Protocol):
+    """Reads gradients as they are stored: see runtime/grad_summary.py."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether a gradient is wanted in one piece, where it is in memory as one."""
+        ...
+
+    def read(self, index: int, lo: int, values: Tensor) -> None:
+        """Read elements ``lo`` … of the gradient of parameter ``index``, 1-D."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -52,24 +68,35 @@ class ShelvedGrads:
         self._packing = pack(unit.chunks, [d.itemsize for d in self._dtypes])
         self.shelf = Shelf(Key(unit.name, "gradients"), self._packing.cuts, memory=memory, store=store)
         self._noted: dict[int, list[Change]] = {}
-        self._finite: dict[int, bool] = {}
 
-    def keep(self, batches: Iterable[Sequence[Segment]], add: Sequence[bool]) -> Iterator[int]:
+    def keep(self, batches: Iterable[Sequence[Segment]], add: Sequence[bool], reader: Reader) -> None:
         """Store the reduced gradients of one backward, batch by batch; ``add[i]``: to what is stored already for parameter
-        ``i``. A segment has all that a chunk has of its parameter, or nothing. Yields the parameters that are stored."""
+        ``i``. A segment has all that a chunk has of its parameter, or nothing. ``reader`` sees what is then stored."""
         stored: set[tuple[int, int]] = set()  # chunks, and whose part of them
         kept: set[int] = set()
         for segments in batches:
-            new = {segment.index for segment in segments} - kept
-            for index in new:
-                self._finite[index] = True
-            self._keep_batch({s.index: s for s in segments}, add, stored)
-            kept |= new
-            yield from sorted(new)
+            kept |= {segment.index for segment in segments}
+            by_index = {s.index: s for s in segments}
+            wholes = {i for i, s in by_index.items() if reader.whole and self._is_whole(s)}
+            self._keep_batch(by_index, add, stored, reader, wholes)
+            for index in wholes:
+                reader.read(index, 0, by_index[index].values)
         for index in kept:
             self._noted.pop(index, None)
 
-    def _keep_batch(self, by_index: dict[int, Segment], add: Sequence[bool], stored: set[tuple[int, int]]) -> None:
+    def _is_whole(self, segment: Segment) -> bool:
+        """Whether the segment will hold exactly what is stored: all of the parameter, in the type in which it is stored."""
+        whole = (segment.lo, segment.hi) == (0, self._unit.layout.params[segment.index].numel)
+        return whole and segment.values.dtype is self._dtypes[segment.index]
+
+    def _keep_batch(
+        self,
+        by_index: dict[int, Segment],
+        add: Sequence[bool],
+        stored: set[tuple[int, int]],
+        reader: Reader,
+        wholes: set[int],
+    ) -> None:
         for number, chunk in enumerate(self._unit.chunks):
             given = {p.index for p in chunk.parts if p.index in by_index and by_index[p.index].covers(p)}
             if not given:
@@ -79,18 +106,19 @@ class ShelvedGrads:
             lease = self.shelf.open(number, self._buffers, Priority.NOW, fresh=not (needed and self.shelf.has(number)))
             with borrowed(lease, changed=True) as tensor:
                 for part, view in self._views(number, tensor):
-                    if part.index in given:
-                        self._put(part, view, by_index[part.index], add=add[part.index])
+                    if part.index not in given:
+                        continue
+                    source = by_index[part.index].part(part)
+                    if add[part.index]:
+                        self._make_changes(part.index, view)
+                        view.add_(source)
+                        if part.index in wholes:
+                            source.copy_(view)
+                    else:
+                        view.copy_(source)
+                    if part.index not in wholes:
+                        reader.read(part.index, part.lo, view)
             stored |= {(number, index) for index in given}
-
-    def _put(self, part: Part, view: Tensor, segment: Segment, *, add: bool) -> None:
-        source = segment.values[part.lo - segment.lo : part.hi - segment.lo]
-        if add:
-            self._make_changes(part.index, view)
-            view.add_(source)
-        else:
-            view.copy_(source)
-        self._finite[part.index] &= all_finite(view)
 
     def change(self, index: int, change: Change) -> None:
         """Change the gradient of parameter ``index``, or note it until its bytes come to memory."""
@@ -103,7 +131,6 @@ class ShelvedGrads:
                     for part, view in self._views(number, tensor):
                         if part.index == index:
                             change.apply(view)
-        self._finite[index] = self._finite.get(index, True) and change.keeps_finite
 
     def move(self, store: Store | None) -> None:
         """Between two steps: into memory (``None``) or into ``store``."""
@@ -114,10 +141,6 @@ class ShelvedGrads:
         for index, changes in noted.items():
             for change in changes:
                 self.change(index, change)
-
-    def surely_finite(self, index: int) -> bool:
-        """Whether the gradient is known to be finite without looking at it."""
-        return self._finite.get(index, False) and all(c.keeps_finite for c in self._noted.get(index, ()))
 
     def open(self, number: int, priority: Priority, *, wait: bool = True) -> Lease:
         """A lease on the gradients of chunk ``number``; give its bytes to ``ready``. ``wait``: see ``Shelf.open``."""
@@ -158,8 +181,3 @@ class ShelvedGrads:
     def _make_changes(self, index: int, view: Tensor) -> None:
         for change in self._noted.get(index, ()):
             change.apply(view)
-
-
-def all_finite(values: Tensor) -> bool:
-    """A sum is one pass without a temporary; only if it is not finite is each element looked at."""
-    return not values.is_floating_point() or bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())

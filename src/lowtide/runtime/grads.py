@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 from lowtide.comm.channel import Channel, Label, Ticket, Wire
 from lowtide.comm.group import Group
 from lowtide.errors import DiskError, Refused
-from lowtide.runtime.grad_store import Segment, ShelvedGrads, all_finite
+from lowtide.runtime.grad_store import Segment, ShelvedGrads
+from lowtide.runtime.grad_summary import GradSummary, SummaryReader, all_finite
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.pace import Pace
 from lowtide.runtime.reduction import Reduction
@@ -40,7 +42,7 @@ from lowtide.stages import Stage
 class GradRecord:
     """The gradient of one parameter."""
 
-    __slots__ = ("hooked", "index", "key", "local", "param", "set_aside", "shown", "store", "unit", "unreduced")
+    __slots__ = ("_known", "hooked", "index", "key", "local", "param", "set_aside", "shown", "store", "unit", "unreduced")
 
     def __init__(self, unit: Unit, index: int, key: int) -> None:
         self.unit, self.index, self.key = unit, index, key
@@ -51,6 +53,16 @@ class GradRecord:
         self.shown: Tensor | None = None  # what param.grad shows when ``store`` is valid
         self.hooked = False
         self.unreduced = False  # ``param.grad`` came from a backward inside no_sync
+        self._known: GradSummary | None = None
+
+    @property
+    def known(self) -> GradSummary | None:
+        """What is known of the gradient that ``param.grad`` shows, if nobody can have changed it unseen."""
+        return self._known if self.is_shown and isinstance(self.shown, ShardedGrad) else None
+
+    @known.setter
+    def known(self, summary: GradSummary | None) -> None:
+        self._known = summary
 
     @property
     def is_shown(self) -> bool:
@@ -61,6 +73,16 @@ class GradRecord:
     def is_zeroed(self) -> bool:
         """Whether an update in backward must take zeros for it, see [Note: zeroed, not gone]."""
         return isinstance(self.param.grad, UsedGrad) and self.param.grad.zeroed
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The result of reducing a unit's gradients."""
+
+    present: list[bool]
+    """Which parameters have a gradient on some rank."""
+    known: Mapping[int, GradSummary]
+    """What was learned of the gradients that this rank keeps, by parameter."""
 
 
 class Grads:
@@ -89,6 +111,10 @@ class Grads:
         """And the parameters that had any, on some rank."""
         self.finite: dict[Unit, bool] = {}
         """And whether they are finite on every rank."""
+        self.orders = {2.0}
+        """Of the norms that are computed while gradients are stored: those that were asked for before."""
+        self.scratch: Callable[[Unit, int], AbstractContextManager[Tensor]] = _empty
+        """Lends memory for so many bytes of a unit."""
         self._pace = Pace()
         self._reduction = Reduction(group.size, cut=self._cut, ledger=ledger)
         keys = iter(range(sum(len(u.params) for u in units)))
@@ -102,7 +128,7 @@ class Grads:
         self._order = list(reversed(units))  # in which units are reduced; the same on every rank
         self._seen: list[Unit] | None = []  # in which they became ready in the first backward, until it has been agreed
         self._ready: set[Unit] = set()
-        self._tickets: dict[Unit, Ticket[list[bool]]] = {}
+        self._tickets: dict[Unit, Ticket[Reduced]] = {}
         self._unkept: dict[Unit, DiskError] = {}  # whose gradients could not be stored
         self.kept_in_forward: bool | None = None
         """Whether a forward began with gradients that stayed; None: no forward has found any since somebody last looked."""
@@ -167,15 +193,19 @@ class Grads:
         self.submit_rest()
         try:
             for unit, ticket in self._tickets.items():
-                union = ticket.wait()
+                reduced = ticket.wait()
                 if unit in self._unkept:
                     raise self._unkept[unit]
-                for record, present in zip(self.records[unit], union, strict=True):
-                    if present:
-                        record.param.grad = record.shown
-                        record.set_aside = None
-                        if self._in_backward:
-                            self.used.append(record.param)
+                for record, present in zip(self.records[unit], reduced.present, strict=True):
+                    if not present:
+                        continue
+                    if unit in self.shelves and record.shown is None:
+                        record.shown = self._sharded(record, None)
+                    record.param.grad = record.shown
+                    record.known = reduced.known.get(record.index)
+                    record.set_aside = None
+                    if self._in_backward:
+                        self.used.append(record.param)
                 self._trace("reduced", unit.name)
         except BaseException:
             self._drop_pass()
@@ -213,8 +243,14 @@ class Grads:
         self._seen = [] if self._seen is not None else None
         self.active = False
         for record in self.by_param.values():
-            record.local = None
+            record.local = record.known = None
         self._restore()
+        self._owner.grads_changed()
+
+    def forget_known(self) -> None:
+        """An update runs, and an optimizer may change gradients in place."""
+        for record in self.by_param.values():
+            record.known = None
         self._owner.grads_changed()
 
     def give_back(self) -> None:
@@ -292,22 +328,25 @@ class Grads:
         label = Label("reduce", unit.index, unit.name)
         self._tickets[unit] = self._channel.submit(label, self._work(unit, locals_, add), note)
 
-    def _work(self, unit: Unit, locals_: list[Tensor | None], add: list[bool]) -> Callable[[Wire, list[bytes]], list[bool]]:
-        def work(wire: Wire, notes: list[bytes]) -> list[bool]:
+    def _work(self, unit: Unit, locals_: list[Tensor | None], add: list[bool]) -> Callable[[Wire, list[bytes]], Reduced]:
+        reader = SummaryReader([p.numel for p in unit.layout.params], self.orders, alone=self._group.size == 1)
+
+        def work(wire: Wire, notes: list[bytes]) -> Reduced:
             count = len(locals_)
             union = [any(note[i // 8] >> (i % 8) & 1 for note in notes) for i in range(count)]
             try:
                 by_chunks = unit in self.shelves and not self._in_backward
-                self._keep(wire, unit, self._reduction.segments(wire, unit, union, locals_, by_chunks=by_chunks), add)
+                batches = self._reduction.segments(wire, unit, union, locals_, by_chunks=by_chunks)
+                self._keep(wire, unit, batches, add, reader)
             except DiskError as error:
                 if wire.world.size > 1:
                     raise  # the other ranks hear of it through the channel, which is of no use any more
                 self._unkept[unit] = error
-            return union
+            return Reduced(union, reader.finish())
 
         return work
 
-    def _keep(self, wire: Wire, unit: Unit, batches: Iterator[list[Segment]], add: list[bool]) -> None:
+    def _keep(self, wire: Wire, unit: Unit, batches: Iterator[list[Segment]], add: list[bool], reader: SummaryReader) -> None:
         """Store reduced gradients where this unit's gradients are kept."""
         if self._in_backward:
             pieces = self._until_update(unit, batches)
@@ -317,12 +356,17 @@ class Grads:
             return
         shelf = self.shelves.get(unit)
         if shelf is not None:
-            for index in shelf.keep(batches, add):
-                self._show_shelved(unit, index)
+            shelf.keep(batches, add, reader)
             return
+        kept: set[int] = set()
         for segments in batches:
             for segment in segments:
-                self._add_to_store(unit, segment, add=add[segment.index])
+                self._add_to_store(unit, segment, add[segment.index], reader)
+                kept.add(segment.index)
+        if reader.whole:
+            for index in kept:
+                if isinstance(self.records[unit][index].shown, ShardedGrad):
+                    reader.read(index, 0, self._store(unit, index))
 
     def _until_update(self, unit: Unit, batches: Iterator[list[Segment]]) -> list[Tensor | None]:
         """Gradients that are used at once: kept where they are on one rank, copied out of the buffers otherwise."""
@@ -368,13 +412,20 @@ class Grads:
             return unit.layout.piece(index, self._group.shard.rank)
         return 0, unit.layout.params[index].numel
 
-    def _add_to_store(self, unit: Unit, segment: Segment, *, add: bool) -> None:
+    def _add_to_store(self, unit: Unit, segment: Segment, add: bool, reader: SummaryReader) -> None:  # noqa: FBT001
         base = self.kept_range(unit, segment.index)[0]
         target = self._store(unit, segment.index)[segment.lo - base : segment.hi - base]
         if add:
             target.add_(segment.values)
         else:
             target.copy_(segment.values)
+        if reader.whole or not isinstance(self.records[unit][segment.index].shown, ShardedGrad):
+            return
+        # Of a gradient that every rank keeps whole, each looks at its own piece.
+        lo, hi = unit.layout.piece(segment.index, self._group.shard.rank)
+        a, b = max(lo, segment.lo), min(hi, segment.hi)
+        if a < b:
+            reader.read(segment.index, a, target[a - segment.lo : b - segment.lo])
 
     def _store(self, unit: Unit, index: int) -> Tensor:
         record = self.records[unit][index]
@@ -395,11 +446,6 @@ class Grads:
         for index, here in enumerate(present):
             if here and not self._in_backward and unit not in self.shelves:
                 self._store(unit, index)
-
-    def _show_shelved(self, unit: Unit, index: int) -> None:
-        record = self.records[unit][index]
-        if record.shown is None:
-            record.shown = self._sharded(record, None)
 
     def _sharded(self, record: GradRecord, piece: Tensor | None) -> ShardedGrad:
         unit, index = record.unit, record.index
@@ -432,20 +478,37 @@ class Grads:
                 out[a - lo : b - lo].copy_(values[a - part.lo : b - part.lo])
         return out
 
-    def pieces(self) -> Iterator[tuple[GradRecord, int, Tensor]]:
-        """This rank's part of every gradient that is shown now, as (record, first element, values); each is valid until the
-        next. Over the ranks that hold one copy of the model they make up the whole."""
-        for unit, records in self.records.items():
+    @contextmanager
+    def whole_from_shelf(self, record: GradRecord) -> Generator[Tensor]:
+        """The gradient of ``record``, which is on a shelf of its only rank, whole, 1-D."""
+        numel = record.unit.layout.params[record.index].numel
+        dtype = record.unit.dtypes[record.index].gradient
+        with self.scratch(record.unit, numel * dtype.itemsize) as room:
+            whole = room[: numel * dtype.itemsize].view(dtype)
+            for part, values in self.shelves[record.unit].parts(lambda index: index == record.index):
+                whole[part.lo : part.hi].copy_(values)
+            yield whole
+
+    def pieces(self, wanted: Callable[[GradRecord], bool]) -> Iterator[tuple[GradRecord, int, Tensor]]:
+        """This rank's part of every gradient that is ``wanted`` and shown now, as (record, first element, values); each is
+        valid until the next. Over the ranks that hold one copy of the model they make up the whole."""
+        for unit, every in self.records.items():
+            records = [record for record in every if wanted(record)]
             shelved = {r.index for r in records if self.is_shelved(r)}
             if shelved:
                 for part, values in self.shelves[unit].parts(shelved.__contains__):
-                    yield records[part.index], part.lo, values
+                    yield every[part.index], part.lo, values
             for record in records:
                 if record.index not in shelved:
                     lo, hi = unit.layout.piece(record.index, self._group.shard.rank)
                     values = self.piece(record, lo, hi)
                     if values is not None:
                         yield record, lo, values
+
+
+@contextmanager
+def _empty(_: Unit, nbytes: int) -> Generator[Tensor]:
+    yield torch.empty(nbytes, dtype=torch.uint8)
 
 
 def refuse_unreduced(records: Iterable[GradRecord]) -> None:

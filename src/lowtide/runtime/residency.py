@@ -321,6 +321,20 @@ class Residency(Homes):
             del bytes_
             self._host_slots.give(block, writes)
 
+    @contextmanager
+    def scratch(self, unit: Unit, nbytes: int) -> Generator[Tensor]:
+        """Memory for ``nbytes`` of something of ``unit``: a slot, which is paid for, if that is large enough."""
+        if nbytes > unit.layout.nbytes:
+            yield torch.empty(nbytes, dtype=torch.uint8)
+            return
+        block = self._host_slots.take(unit, lambda: self._make_room(guesses_too=True), urgent=True)
+        if block is None:
+            raise InternalError("no slot for an urgent request")
+        try:
+            yield block.tensor[:nbytes]
+        finally:
+            self._host_slots.give(block, [])
+
     def move_home(self, unit: Unit, store: Store | None) -> None:
         """Between two steps: into memory (``None``) or into ``store``."""
         self.forget([unit])

@@ -32,7 +32,9 @@ class GradOwner(Protocol):
 
     def grads_changed(self) -> None: ...
 
-    def note_change(self, grad: ShardedGrad, change: Change) -> None: ...
+    def change(self, grad: ShardedGrad, change: Change) -> None: ...
+
+    def was_changed(self, grad: ShardedGrad, *, keeps_finite: bool) -> None: ...
 
     def is_finite(self, grad: ShardedGrad) -> bool: ...
 
@@ -95,14 +97,6 @@ def _same(func: Any, args: Any, kwargs: Any) -> ShardedGrad:
     return args[0]
 
 
-def _change(grad: ShardedGrad, function: Callable[[Tensor], Any], *, keeps_finite: bool) -> None:
-    if grad.piece is not None:
-        function(grad.piece)
-    else:
-        grad.owner.note_change(grad, Change(function, keeps_finite))
-    grad.owner.grads_changed()
-
-
 def _frozen(operands: Any) -> Any:
     """Operands as they are now: a noted change must not see what the caller makes of them later."""
     return tuple(
@@ -123,18 +117,19 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     grad: ShardedGrad = args[0]
     _refuse_operands(grad, func, args[1:])
     operands = _frozen(args[1:])
-    _change(grad, lambda piece: func(piece, *operands, **kwargs), keeps_finite=_keeps_finite(func, operands))
+    change = Change(lambda piece: func(piece, *operands, **kwargs), keeps_finite=_keeps_finite(func, operands))
+    grad.owner.change(grad, change)
     return grad
 
 
 def _in_place_each(func: Any, args: Any, kwargs: Any) -> None:
     """The same on a list of gradients."""
     operands = _frozen(args[1:])
+    change = Change(lambda piece: func([piece], *operands, **kwargs), keeps_finite=_keeps_finite(func, operands))
     for grad in args[0]:
         if isinstance(grad, ShardedGrad):
             _refuse_operands(grad, func, args[1:])
-            keeps = _keeps_finite(func, operands)
-            _change(grad, lambda piece: func([piece], *operands, **kwargs), keeps_finite=keeps)
+            grad.owner.change(grad, change)
         else:
             func([grad], *operands, **kwargs)
 
@@ -148,7 +143,7 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     grad: ShardedGrad = args[0]
     order = args[1] if len(args) > 1 else 2
     value = grad.owner.norm_of(grad, float(2 if order is None else order))
-    return torch.tensor(value, dtype=kwargs.get("dtype") or grad.dtype, device=grad.device)
+    return torch.tensor(value, dtype=kwargs.get("dtype") or grad.dtype.to_real(), device=grad.device)
 
 
 def _norm_each(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -169,14 +164,18 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     here = [g.piece if isinstance(g, ShardedGrad) else g for g in grads]
     func([g for g in here if g is not None], found_inf, inverse_scale, **kwargs)
     factor, ignored = inverse_scale.detach().clone(), torch.zeros_like(found_inf)
+    change = Change(lambda piece: func([piece], ignored, factor), keeps_finite=bool(factor <= 1.0))
     for grad in grads:
-        if isinstance(grad, ShardedGrad) and grad.piece is None:
-            if not owner.is_finite(grad):
-                found_inf.fill_(1.0)
-            _change(grad, lambda piece: func([piece], ignored, factor), keeps_finite=bool(factor <= 1.0))
+        if not isinstance(grad, ShardedGrad):
+            continue
+        if grad.piece is not None:
+            owner.was_changed(grad, keeps_finite=change.keeps_finite)
+            continue
+        if not owner.is_finite(grad):
+            found_inf.fill_(1.0)
+        owner.change(grad, change)
     if owner.any_rank(bool(found_inf.item())):
         found_inf.fill_(1.0)
-    owner.grads_changed()
 
 
 _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
