@@ -227,7 +227,7 @@ def clip_grad_norm_(
     """
     engine, params = _engine_and_params(model)
     if engine is None:
-        return clipping.clip_norm_alone(params, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+        return clipping.clip_norm_of_plain(params, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
     _refuse_used_up(engine)
     refuse_unreduced(engine.grads.by_param.values())
     return clipping.clip_norm(engine, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,22 +66,27 @@ class GradFacts:
             return record.known.norms[order]
         if self.listener is not None:
             self.listener("clip")
-        if not isinstance(grad, ShardedGrad):
-            return norm_of_whole(grad, order)
-        if grad.piece is not None:
-            return norm_of_whole(grad.piece, order)
-        with self.grads.whole_from_shelf(record) as values:
-            return norm_of_whole(values, order)
+        with self._recorded():
+            if not isinstance(grad, ShardedGrad):
+                return norm_of_whole(grad, order)
+            if grad.piece is not None:
+                return norm_of_whole(grad.piece, order)
+            with self.grads.whole_from_shelf(record) as values:
+                return norm_of_whole(values, order)
 
     def norm_of(self, grad: ShardedGrad, order: float) -> float:
         """The norm of one gradient."""
-        with nullcontext() if self.spans is None else self.spans.during("update", "clip"):
-            if self._group.size == 1:
-                self.grads.orders.add(order)
-                return self._norm_of_whole(self.grads.by_key[grad.key], order)
-            if order not in self._norm_cache:  # torch asks for one norm at a time; one exchange answers for all
+        if self._group.size == 1:
+            self.grads.orders.add(order)
+            return self._norm_of_whole(self.grads.by_key[grad.key], order)
+        if order not in self._norm_cache:  # torch asks for one norm at a time; one exchange answers for all
+            with self._recorded():
                 self._norm_cache[order] = self.norms(order)
-            return self._norm_cache[order].get(grad.key, 0.0)
+        return self._norm_cache[order].get(grad.key, 0.0)
+
+    def _recorded(self) -> AbstractContextManager[None]:
+        """A timeline must not lose the time that a norm takes which is read from the disk."""
+        return nullcontext() if self.spans is None else self.spans.during("update", "clip")
 
     def grads_changed(self) -> None:
         self._norm_cache.clear()
