@@ -423,9 +423,9 @@ class Grads:
             return
         # Of a gradient that every rank keeps whole, each looks at its own piece.
         lo, hi = unit.layout.piece(segment.index, self._group.shard.rank)
-        a, b = max(lo, segment.lo), min(hi, segment.hi)
-        if a < b:
-            reader.read(segment.index, a, target[a - segment.lo : b - segment.lo])
+        a = max(lo, segment.lo)
+        b = max(a, min(hi, segment.hi))
+        reader.read(segment.index, a, target[a - segment.lo : b - segment.lo])
 
     def _store(self, unit: Unit, index: int) -> Tensor:
         record = self.records[unit][index]
