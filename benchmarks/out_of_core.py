@@ -2,6 +2,7 @@
 
     python benchmarks/out_of_core.py --out benchmarks/results/out_of_core.json --plot benchmarks/results/out_of_core.png
     python benchmarks/out_of_core.py --only lowtide-keep,lowtide-step --out part.json   some of them (plain always runs)
+    python benchmarks/out_of_core.py --clip 1.0 --out clipped.json                      all clip in each step, by torch's call
     python benchmarks/out_of_core.py --only largest --out largest.json                  the largest model the disk allows
     python benchmarks/out_of_core.py --merge a.json b.json --out all.json               parts as one result
     python benchmarks/out_of_core.py --quick                                            a tiny model: does the script work here?
@@ -60,8 +61,11 @@ LOWTIDE = {
     "lowtide-step": ("2.5GiB", "520MiB", "step", "keep"),
     "lowtide-8": ("8GiB", "700MiB", "backward", "auto"),
 }
+# With --clip, which an update in backward cannot do.
+CLIPPING = {"lowtide-clip": ("2.4GiB", "520MiB", "step", "auto")}
 DEEPSPEED = {"deepspeed-default": None, "deepspeed-tuned": 50_000_000}
 ALL = (REFERENCE, *LOWTIDE, "budgets", *DEEPSPEED)
+ALL_CLIPPED = (REFERENCE, *CLIPPING, *DEEPSPEED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,7 @@ class Plan:
     budget_rounds: int
     memory_bytes: int
     quick: bool
+    clip: float | None
 
     @property
     def shape(self) -> Shape:
@@ -90,6 +95,7 @@ def size_bytes(text: str) -> int:
 
 
 def plain_setting(plan: Plan) -> Setting:
+    """The reference, which clips as the others do."""
     activations = 96 * plan.shape.width * plan.shape.batch * plan.shape.context * plan.shape.layers
     return Setting(
         name=REFERENCE,
@@ -110,7 +116,8 @@ def lowtide_setting(name: str, memory: str, update: str, activations: str) -> Se
 
 
 def lowtide_settings(plan: Plan) -> list[Setting]:
-    rows = [(name, LOWTIDE[name]) for name in plan.names if name in LOWTIDE]
+    known = LOWTIDE | CLIPPING
+    rows = [(name, known[name]) for name in plan.names if name in known]
     return [lowtide_setting(name, quick if plan.quick else real, *how) for name, (real, quick, *how) in rows]
 
 
@@ -146,6 +153,11 @@ def deepspeed_settings(plan: Plan) -> tuple[list[Setting], list[Record]]:
         "environment": environment,
     }
     return [Setting(name=name, options={"sub_group": DEEPSPEED[name]}, **common) for name in wanted], []
+
+
+def clipped(plan: Plan, settings: Sequence[Setting]) -> list[Setting]:
+    """The settings, told to clip if that was asked for."""
+    return [replace(s, options={**s.options, "clip": plan.clip}) for s in settings] if plan.clip is not None else list(settings)
 
 
 def groups(plan: Plan, settings: Sequence[Setting]) -> list[list[Setting]]:
@@ -190,7 +202,7 @@ class Run:
             self._in_sequence("cgroups", few, self._plan.shape, pace)
 
     def _turns(self, group: str, settings: list[Setting], pace: Pace) -> None:
-        turns = Turns(group, settings, shape=self._plan.shape, folder=self._folder, pace=pace)
+        turns = Turns(group, clipped(self._plan, settings), shape=self._plan.shape, folder=self._folder, pace=pace)
         wants_limit = any(s.options.get("update") == "step" for s in settings)
         try:
             turns.measure(self._write_once, lambda: self._measure_disk(group) if wants_limit else None)
@@ -216,7 +228,7 @@ class Run:
             self._in_sequence("deepspeed", [plain, *settings, plain], self._plan.shape, self._plan.pace)
 
     def _in_sequence(self, group: str, settings: list[Setting], shape: Shape, pace: Pace) -> None:
-        in_sequence(group, settings, shape=shape, folder=self._folder, pace=pace, records=self.records)
+        in_sequence(group, clipped(self._plan, settings), shape=shape, folder=self._folder, pace=pace, records=self.records)
 
     def _largest(self) -> None:
         layer = LAYER_LARGEST_QUICK if self._plan.quick else LAYER_LARGEST
@@ -283,6 +295,7 @@ def run(plan: Plan, command: str, spool: Path) -> dict[str, Any]:
         "benchmark": "out_of_core",
         "model": {
             **asdict(plan.shape),
+            "clip": plan.clip,
             "parameters": parameter_count(plan.shape),
             "dtype": "fp32",
             "optimizer": "AdamW(fused=True, lr=1e-3)",
@@ -296,7 +309,7 @@ def run(plan: Plan, command: str, spool: Path) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(ALL), help=f"some of {', '.join(ALL)}, largest (plain runs where needed)")
+    parser.add_argument("--only", help=f"some of {', '.join([*ALL, *CLIPPING])}, largest (plain runs where needed)")
     parser.add_argument("--budgets", default="1.5,2,3,4,8", help="GiB of the control groups that lowtide is put into")
     parser.add_argument("--largest", action="store_true", help="also the largest model that the free disk allows")
     parser.add_argument("--rounds", type=int, help="measured steps of every system, default 5")
@@ -305,6 +318,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for others before each round")
     parser.add_argument("--memory", type=float, default=21.0, metavar="GiB", help="what all systems alive together may need")
     parser.add_argument("--spool", type=Path, metavar="DIR", help="where a folder for the disk tiers is made, and removed")
+    parser.add_argument("--clip", type=float, metavar="NORM", help="every system clips gradients to this norm in each step")
     parser.add_argument("--quick", action="store_true", help="a tiny model, every path: tests the script, measures nothing")
     parser.add_argument("--out", type=Path, help="write the JSON here instead of to stdout")
     parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
@@ -312,10 +326,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", type=Path, metavar="JSON", help="plot an earlier result, run nothing")
     parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the tables of an earlier result, run nothing")
     chosen = parser.parse_args(arguments)
-    names = [name.strip() for name in chosen.only.split(",") if name.strip()]
-    unknown = [name for name in names if name not in (*ALL, "largest")]
+    every = ALL if chosen.clip is None else ALL_CLIPPED
+    names = list(every) if chosen.only is None else [name.strip() for name in chosen.only.split(",") if name.strip()]
+    unknown = [name for name in names if name not in (*ALL, *CLIPPING, "largest")]
     if unknown:
-        parser.error(f"unknown system {unknown[0]!r}; allowed: {', '.join(ALL)}, largest")
+        parser.error(f"unknown system {unknown[0]!r}; allowed: {', '.join([*ALL, *CLIPPING])}, largest")
     chosen.rounds = (2 if chosen.quick else 5) if chosen.rounds is None else chosen.rounds
     chosen.budget_rounds = (1 if chosen.quick else 3) if chosen.budget_rounds is None else chosen.budget_rounds
     if min(chosen.rounds, chosen.budget_rounds) < 1:
@@ -338,6 +353,7 @@ def measured(chosen: argparse.Namespace, command: str) -> dict[str, Any]:
         budget_rounds=chosen.budget_rounds,
         memory_bytes=int(chosen.memory * GIB),
         quick=chosen.quick,
+        clip=chosen.clip,
     )
     beside = chosen.out.resolve().parent if chosen.out is not None else HERE / "results"
     return run(plan, command, (chosen.spool or beside).resolve())

@@ -1,6 +1,7 @@
 """lowtide's stages and transports beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed: one model, two ranks, in turns.
 
     python benchmarks/ranks.py --out ranks.json --plot ranks.png     about thirteen minutes
+    python benchmarks/ranks.py --clip 1.0 --out ranks_clipped.json   gradients are clipped in every step, by torch's function
     python benchmarks/ranks.py --quick                               a tiny model: does the script work here?
     python benchmarks/ranks.py --markdown ranks.json                 the tables for a README
 
@@ -69,13 +70,14 @@ class Plan:
     shape: Shape
     memory_bytes: int
     reduce_bytes: tuple[int, ...]
+    clip: float | None
 
 
 class Starter:
     """Starts a system's ranks, each in a folder of its own."""
 
-    def __init__(self, shape: Shape, pythons: dict[str, str], folder: Path) -> None:
-        self._shape, self._pythons, self._folder = shape, pythons, folder
+    def __init__(self, plan: Plan, pythons: dict[str, str], folder: Path) -> None:
+        self._plan, self._pythons, self._folder = plan, pythons, folder
 
     def __call__(self, name: str, world_size: int = WORLD_SIZE) -> Team:
         job = Job(
@@ -83,8 +85,9 @@ class Starter:
             python=self._pythons.get(name, sys.executable),
             python_path=str(SOURCE) if name.startswith("lowtide") else "",
             world_size=world_size,
-            shape=self._shape,
+            shape=self._plan.shape,
             deadline_seconds=DEADLINE_SECONDS,
+            options={"clip": self._plan.clip},
         )
         return Team(job, self._folder / name)
 
@@ -95,7 +98,7 @@ def measure_systems(plan: Plan, present: tuple[str, ...], pythons: dict[str, str
     need = {name: bytes_each * count for name, bytes_each in {**SYSTEMS, **OPTIONAL}.items()}
     made = groups(present, reference=REFERENCE, rank_bytes=need, ranks=WORLD_SIZE, memory_bytes=plan.memory_bytes)
     for number, names in enumerate(made):
-        start = Starter(plan.shape, pythons, folder / str(number))
+        start = Starter(plan, pythons, folder / str(number))
         with Rounds(number=number, names=names, reference=REFERENCE, pace=plan.pace, start=start) as rounds:
             rounds.start()
             rounds.measure()
@@ -107,7 +110,7 @@ def measure_systems(plan: Plan, present: tuple[str, ...], pythons: dict[str, str
 def measure_plain(plan: Plan, folder: Path) -> dict[str, Any]:
     """The memory of one process that trains the same model by itself."""
     say("one plain process")
-    team = Starter(plan.shape, {}, folder)("plain", world_size=1)
+    team = Starter(plan, {}, folder)("plain", world_size=1)
     try:
         team.answers()
         team.ask("step", count=WARM_UP_STEPS - 1)
@@ -147,6 +150,7 @@ def run(plan: Plan, command: str) -> dict[str, Any]:
         "lowtide_source_sha256": digest,
         "machine": facts,
         "model": model_facts(plan.shape),
+        "clip": plan.clip,
         "ranks": WORLD_SIZE,
         "threads_per_rank": 1,
         "rounds": plan.pace.rounds,
@@ -174,6 +178,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--patience", type=int, default=4, help="rounds to repeat when other processes keep the machine busy")
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for others before each round")
     parser.add_argument("--memory", type=float, default=16.0, metavar="GiB", help="what all systems alive together may need")
+    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm in every step")
     parser.add_argument("--quick", action="store_true", help="a tiny model: tests the script, measures nothing")
     parser.add_argument("--out", type=Path, help="write the JSON here instead of to stdout")
     parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
@@ -209,6 +214,7 @@ def main(arguments: list[str]) -> int:
             shape=MODEL_QUICK if chosen.quick else MODEL_98M,
             memory_bytes=int(chosen.memory * GIB),
             reduce_bytes=REDUCE_BYTES_QUICK if chosen.quick else REDUCE_BYTES,
+            clip=chosen.clip,
         )
         result = run(plan, shlex.join(["python", "benchmarks/ranks.py", *arguments]))
         text = json.dumps(result, indent=1) + "\n"

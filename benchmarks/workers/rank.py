@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from gpt import GPT, Shape
-from systems import BUILDERS
+from systems import BUILDERS, Task
 
 
 def _status(field: str) -> int:
@@ -33,7 +33,7 @@ def _pss() -> int:
 class Worker:
     """A system on this rank, and the numbers that belong to it."""
 
-    def __init__(self, *, system: str, rank: int, world_size: int, rendezvous: str, shape: Shape) -> None:
+    def __init__(self, *, system: str, rank: int, world_size: int, rendezvous: str, shape: Shape, clip: float | None) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
         self._imported_bytes = _status("VmRSS")
@@ -43,7 +43,7 @@ class Worker:
         self._shape = shape
         # A generator of its own: a system that draws random numbers must not change the data it is trained on.
         self._data = torch.Generator().manual_seed(rank)
-        self._step = BUILDERS[system](model, shape.batch)
+        self._step = BUILDERS[system](model, Task(shape.batch, clip))
         self._busy_until = time.process_time()
 
     def facts(self) -> dict[str, Any]:
@@ -98,6 +98,7 @@ def main() -> None:
             world_size=job["world_size"],
             rendezvous=job["rendezvous"],
             shape=Shape(**job["shape"]),
+            clip=job.get("clip"),
         )
         _answer(out, worker.facts())
         for line in sys.stdin:

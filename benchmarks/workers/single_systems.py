@@ -33,11 +33,16 @@ def _adamw(model: GPT) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
 
+def _clip(model: GPT, norm: float | None) -> None:
+    if norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+
 class Plain:
     """PyTorch as it is."""
 
     def __init__(self, shape: Shape, order: dict[str, Any]) -> None:
-        self._shape = shape
+        self._shape, self._clip = shape, order.get("clip")
 
     def build(self) -> int:
         self._model = GPT(self._shape)
@@ -53,6 +58,7 @@ class Plain:
         times.append(time.perf_counter())
         loss.backward()
         times.append(time.perf_counter())
+        _clip(self._model, self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
         times.append(time.perf_counter())
@@ -69,7 +75,7 @@ class Lowtide:
 
     def __init__(self, shape: Shape, order: dict[str, Any]) -> None:
         self._shape = shape
-        self._spool = order["spool"]
+        self._spool, self._clip = order["spool"], order.get("clip")
         self._settings = {key: order[key] for key in ("memory", "update", "activations")}
 
     def build(self) -> int:
@@ -110,6 +116,7 @@ class Lowtide:
         loss.backward()
         times.append(time.perf_counter())
         at_update = self._engine.usage()
+        _clip(self._model, self._clip)
         self._optimizer.step()
         updated, updated_at = self._engine.usage(), time.perf_counter()
         self._optimizer.zero_grad()
@@ -142,7 +149,7 @@ class DeepSpeed:
 
     def __init__(self, shape: Shape, order: dict[str, Any]) -> None:
         self._shape, self._spool, self._sub_group = shape, order["spool"], order["sub_group"]
-        self._rendezvous = order["rendezvous"]
+        self._rendezvous, self._clip = order["rendezvous"], order.get("clip")
 
     def build(self) -> int:
         import torch.distributed as dist
@@ -164,6 +171,7 @@ class DeepSpeed:
             zero["sub_group_size"] = self._sub_group
         config = {
             "train_micro_batch_size_per_gpu": self._shape.batch,
+            "gradient_clipping": self._clip or 0.0,
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "torch_adam": False}},
             "zero_optimization": zero,
             "steps_per_print": 1_000_000,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +20,24 @@ Step = Callable[[Tensor], float]
 LEARNING_RATE = 1e-3
 
 
+@dataclass(frozen=True)
+class Task:
+    """What every system trains with: samples in a batch, and the norm to which gradients are clipped (None: they are not)."""
+
+    batch_size: int
+    clip: float | None = None
+
+
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task) -> Step:
     def step(batch: Tensor) -> float:
         loss = model(batch, batch)
         loss.backward()
+        if task.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -34,55 +45,56 @@ def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def alone(model: nn.Module, batch_size: int) -> Step:
+def alone(model: nn.Module, task: Task) -> Step:
     """Ranks that do not talk at all: what the machine would give if communication were free. Not a training system."""
-    return _plain_loop(model, _adamw(model))
+    return _plain_loop(model, _adamw(model), task)
 
 
-def ddp(model: nn.Module, batch_size: int) -> Step:
+def ddp(model: nn.Module, task: Task) -> Step:
     # Without the bucket view every gradient is held twice; no one who watches memory leaves it off.
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _plain_loop(wrapped, _adamw(wrapped))
+    return _plain_loop(wrapped, _adamw(wrapped), task)
 
 
-def zero_redundancy(model: nn.Module, batch_size: int) -> Step:
+def zero_redundancy(model: nn.Module, task: Task) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
-    return _plain_loop(wrapped, optimizer)
+    return _plain_loop(wrapped, optimizer, task)
 
 
-def fsdp2(model: nn.Module, batch_size: int) -> Step:
+def fsdp2(model: nn.Module, task: Task) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return _fully_sharded(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return _fully_sharded(model, init_device_mesh("cpu", (dist.get_world_size(),)), task)
 
 
-def fsdp2_hybrid(model: nn.Module, batch_size: int) -> Step:
+def fsdp2_hybrid(model: nn.Module, task: Task) -> Step:
     """Sharded inside a host, copied between hosts: each host holds everything, and only gradients cross the network."""
     from torch.distributed.device_mesh import init_device_mesh
 
     local = int(os.environ["LOCAL_SIZE"])
     shape = (dist.get_world_size() // local, local)
-    return _fully_sharded(model, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+    return _fully_sharded(model, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")), task)
 
 
-def _fully_sharded(model: nn.Module, mesh: Any) -> Step:
+def _fully_sharded(model: nn.Module, mesh: Any, task: Task) -> Step:
     from torch.distributed.fsdp import fully_shard
 
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _plain_loop(model, _adamw(model))
+    return _plain_loop(model, _adamw(model), task)
 
 
-def deepspeed(stage: int) -> Callable[[nn.Module, int], Step]:
-    def build(model: nn.Module, batch_size: int) -> Step:
+def deepspeed(stage: int) -> Callable[[nn.Module, Task], Step]:
+    def build(model: nn.Module, task: Task) -> Step:
         import deepspeed as ds
 
         config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": batch_size,
+            "train_micro_batch_size_per_gpu": task.batch_size,
+            "gradient_clipping": task.clip or 0.0,
             "zero_optimization": {"stage": stage},
             # The fused AdamW of torch is not on DeepSpeed's list of optimizers it has tested with ZeRO.
             "zero_allow_untested_optimizer": True,
@@ -101,20 +113,20 @@ def deepspeed(stage: int) -> Callable[[nn.Module, int], Step]:
     return build
 
 
-def lowtide(stage: int, *, memory: str | None = None, **talk: Any) -> Callable[[nn.Module, int], Step]:
+def lowtide(stage: int, *, memory: str | None = None, **talk: Any) -> Callable[[nn.Module, Task], Step]:
     """``memory``: for all ranks together; ``talk`` is what ``Comm`` is given, if anything."""
 
-    def build(model: nn.Module, batch_size: int) -> Step:
+    def build(model: nn.Module, task: Task) -> Step:
         import lowtide as lt
 
         comm = lt.Comm(**talk) if talk else None
         sharded, optimizer = lt.shard(model, _adamw(model), stage=stage, memory=memory, comm=comm)
-        return _plain_loop(sharded, optimizer)
+        return _plain_loop(sharded, optimizer, task)
 
     return build
 
 
-BUILDERS: dict[str, Callable[[nn.Module, int], Step]] = {
+BUILDERS: dict[str, Callable[[nn.Module, Task], Step]] = {
     "alone": alone,
     "plain": alone,
     "ddp": ddp,

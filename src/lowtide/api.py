@@ -348,7 +348,9 @@ def _needs_whole_parameters(optimizer: Optimizer, specs: list[UnitSpec], config:
     if not (config.disk or config.update.in_backward) or needs_closure(type(optimizer)):
         return False
     mine = [param for spec in specs for param in spec.params]
-    return why_not_elementwise(optimizer, lambda p: config.precision.dtypes(p.dtype).master, in_chunks=True, of=mine) is not None
+    return (
+        why_not_elementwise(optimizer, lambda p: config.precision.dtypes(p.dtype).master, in_chunks=True, of=mine) is not None
+    )
 
 
 def _order(param: nn.Parameter) -> str:

@@ -1,7 +1,7 @@
 """What the caller has switched on around a call must not reach the work that lowtide does inside it.
 
-Every mode around every kind of call, wherever bytes are and whenever the update runs: the loop goes on with the numbers of plain
-PyTorch under the same modes.
+Every mode around every kind of call, wherever bytes are and whenever the update runs: the loop goes on with the numbers of
+plain PyTorch under the same modes.
 """
 
 from __future__ import annotations

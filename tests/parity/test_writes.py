@@ -8,17 +8,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 import lowtide
-from lowtide.errors import Error, Evicted, Poisoned, Refused
-from tests.kit.dist import run_ranks
+from lowtide.errors import Error
 from tests.kit.parity import first_difference
 
 WIDTH = 24

@@ -113,9 +113,7 @@ class ChunkedStep:
                 self._small.update(shared_state(runner))
 
     @contextmanager
-    def _showing(
-        self, runner: Optimizer, lists: dict[int, list[nn.Parameter]], entries: Sequence[Entry]
-    ) -> Generator[None]:
+    def _showing(self, runner: Optimizer, lists: dict[int, list[nn.Parameter]], entries: Sequence[Entry]) -> Generator[None]:
         """``runner`` with only these tensors in its groups, and only their states."""
         state, params = runner.state, [group["params"] for group in runner.param_groups]
         shown: Any = {key: copied(value) for key, value in shared_state(runner).items()}

@@ -69,5 +69,6 @@ def _refuse_changes(engine: Engine, before: dict[Unit, list[int]]) -> None:
         replaced = engine.residency.put_back(unit)
         for index in (*replaced, *differing(unit, prints, engine.residency.prints(unit))):
             raise Refused(
-                f"parameter {unit.names[index]!r} was changed inside gathered(); write gathered(..., write=True) to keep changes."
+                f"parameter {unit.names[index]!r} was changed inside gathered(); "
+                f"write gathered(..., write=True) to keep changes."
             )

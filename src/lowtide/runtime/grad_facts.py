@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,11 +13,12 @@ from lowtide.errors import InternalError
 from lowtide.runtime import norm
 from lowtide.runtime.exchange import Exchange
 from lowtide.runtime.grad_store import Change
-from lowtide.runtime.grad_summary import all_finite, norm_of_whole
+from lowtide.runtime.grad_summary import NormQuery, first_not_finite, norm_of_whole
 from lowtide.runtime.grads import GradRecord, Grads
 from lowtide.runtime.sharded_grad import ShardedGrad
 from lowtide.runtime.trace import Spans
 from lowtide.runtime.unit import Unit
+from lowtide.runtime.unread import read_together
 from lowtide.stages import Stage
 
 
@@ -41,11 +42,11 @@ class GradFacts:
 
     def norms(self, order: float) -> dict[int, float]:
         """The norm of every gradient by key, over all ranks."""
-        self.grads.orders.add(order)
         records = [r for r in self.grads.by_param.values() if r.param.grad is not None]
+        self._will_be_asked_again(order, records)
         if self._group.size == 1:
             return {r.key: self._norm_of_whole(r, order) for r in records}
-        known = {r.key: r.known.parts[order] for r in records if r.known is not None and order in r.known.parts}
+        known = {r.key: part for r in records if r.known is not None and (part := r.known.part(order)) is not None}
         collectors: dict[int, norm.NormCollector] = {}
         for record, lo, values in self.grads.pieces(lambda r: r.key not in known):
             if self.listener is not None:
@@ -54,31 +55,39 @@ class GradFacts:
                 numel = record.unit.layout.params[record.index].numel
                 collectors[record.key] = norm.NormCollector(numel, order)
             collectors[record.key].add(lo, values)
-        read = {key: collector.finish() for key, collector in collectors.items()}
-        return norm.norms(known | read, order, self._exchange.vectors)
+        read = read_together([collector.unread() for collector in collectors.values()])
+        return norm.norms(known | dict(zip(collectors, read, strict=True)), order, self._exchange.vectors)
+
+    def _will_be_asked_again(self, order: float, records: Iterable[GradRecord]) -> None:
+        """From the next backward on, this norm is known when it ends, see [Note: norms of scaled gradients]."""
+        self.grads.queries.add(NormQuery(order))
+        factors = {record.known.factor for record in records if record.known is not None} - {None, 1.0}
+        self.grads.queries -= {q for q in self.grads.queries if q.order == order and q.factor not in (1.0, *factors)}
+        self.grads.queries |= {NormQuery(order, factor) for factor in factors if factor is not None}
 
     def _norm_of_whole(self, record: GradRecord, order: float) -> float:
         """torch's norm of a gradient that is whole on this rank."""
         grad = record.param.grad
         if grad is None:
             raise InternalError("the norm of a gradient that is not there")
-        if record.known is not None and order in record.known.norms:
-            return record.known.norms[order]
+        if record.known is not None and (known := record.known.norm(order)) is not None:
+            return known
         if self.listener is not None:
             self.listener("clip")
         with self._recorded():
             if not isinstance(grad, ShardedGrad):
-                return norm_of_whole(grad, order)
+                return float(norm_of_whole(grad, order))
             if grad.piece is not None:
-                return norm_of_whole(grad.piece, order)
+                return float(norm_of_whole(grad.piece, order))
             with self.grads.whole_from_shelf(record) as values:
-                return norm_of_whole(values, order)
+                return float(norm_of_whole(values, order))
 
     def norm_of(self, grad: ShardedGrad, order: float) -> float:
         """The norm of one gradient."""
         if self._group.size == 1:
-            self.grads.orders.add(order)
-            return self._norm_of_whole(self.grads.by_key[grad.key], order)
+            record = self.grads.by_key[grad.key]
+            self._will_be_asked_again(order, [record])
+            return self._norm_of_whole(record, order)
         if order not in self._norm_cache:  # torch asks for one norm at a time; one exchange answers for all
             with self._recorded():
                 self._norm_cache[order] = self.norms(order)
@@ -98,21 +107,20 @@ class GradFacts:
 
     def first_not_finite(self) -> int | None:
         """The key of the first parameter whose gradient is not finite on some rank; all ranks get the same answer."""
-        mine = next((r.key for r in self.grads.by_param.values() if not self._is_finite(r)), -1)
-        bad = [key for key in self._exchange.numbers("finite gradients", mine) if key >= 0]
+        unknown = {r.key for r in self.grads.by_param.values() if r.known is None or not r.known.finite}
+        mine = first_not_finite((r.key, values) for r, _, values in self.grads.pieces(lambda r: r.key in unknown))
+        bad = [key for key in self._exchange.numbers("finite gradients", -1 if mine is None else mine) if key >= 0]
         return min(bad, default=None)
 
     def is_finite(self, grad: ShardedGrad) -> bool:
-        return self._is_finite(self.grads.by_key[grad.key])
+        """Whether this rank's part of a gradient is finite."""
+        record = self.grads.by_key[grad.key]
+        if record.known is not None and record.known.finite:
+            return True
+        return first_not_finite((r.key, values) for r, _, values in self.grads.pieces(lambda r: r is record)) is None
 
     def any_rank(self, flag: bool) -> bool:  # noqa: FBT001
         return any(self._exchange.numbers("a flag", int(flag)))
-
-    def _is_finite(self, record: GradRecord) -> bool:
-        """Whether this rank's part of a gradient is finite."""
-        if record.known is not None and record.known.finite:
-            return True
-        return all(all_finite(values) for _, _, values in self.grads.pieces(lambda r: r is record))
 
     # -- one gradient -------------------------------------------------------------------------------------------------
 
@@ -124,13 +132,13 @@ class GradFacts:
             record = self.grads.by_key[grad.key]
             self.before_change(record.unit)
             self.grads.shelves[record.unit].change(record.index, change)
-        self.was_changed(grad, keeps_finite=change.keeps_finite)
+        self.was_changed(grad, change)
 
-    def was_changed(self, grad: ShardedGrad, *, keeps_finite: bool) -> None:
+    def was_changed(self, grad: ShardedGrad, change: Change) -> None:
         """A gradient was changed: what was known of it may not hold any more."""
         record = self.grads.by_key[grad.key]
         if record.known is not None:
-            record.known = record.known.changed(keeps_finite=keeps_finite)
+            record.known = record.known.changed(keeps_finite=change.keeps_finite, factor=change.factor)
         self.grads_changed()
 
     def whole_of(self, grad: ShardedGrad) -> Tensor:

@@ -53,10 +53,12 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An elementwise in-place operation. ``keeps_finite``: it cannot turn a finite number into one that is not."""
+    """An elementwise in-place operation. ``keeps_finite``: it cannot turn a finite number into one that is not; ``factor``: it
+    is a multiplication by that, and nothing else."""
 
     apply: Callable[[Tensor], Any]
     keeps_finite: bool
+    factor: float | None
 
 
 class ShelvedGrads:

@@ -28,13 +28,14 @@ from lowtide.comm.channel import Channel, Label, Ticket, Wire
 from lowtide.comm.group import Group
 from lowtide.errors import DiskError, Refused
 from lowtide.runtime.grad_store import Segment, ShelvedGrads
-from lowtide.runtime.grad_summary import GradSummary, SummaryReader, all_finite
+from lowtide.runtime.grad_summary import GradSummary, NormQuery, SummaryReader, first_not_finite
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.pace import Pace
 from lowtide.runtime.reduction import Reduction
 from lowtide.runtime.sharded_grad import GradOwner, ShardedGrad
 from lowtide.runtime.trace import Trace
 from lowtide.runtime.unit import Unit, flat_view
+from lowtide.runtime.unread import Unread, read_together
 from lowtide.runtime.used_grad import UsedGrad
 from lowtide.stages import Stage
 
@@ -81,7 +82,7 @@ class Reduced:
 
     present: list[bool]
     """Which parameters have a gradient on some rank."""
-    known: Mapping[int, GradSummary]
+    known: Mapping[int, Unread[GradSummary]]
     """What was learned of the gradients that this rank keeps, by parameter."""
 
 
@@ -111,8 +112,8 @@ class Grads:
         """And the parameters that had any, on some rank."""
         self.finite: dict[Unit, bool] = {}
         """And whether they are finite on every rank."""
-        self.orders = {2.0}
-        """Of the norms that are computed while gradients are stored: those that were asked for before."""
+        self.queries = {NormQuery(2.0)}
+        """The norms that are computed while gradients are stored: those that were asked for before."""
         self.scratch: Callable[[Unit, int], AbstractContextManager[Tensor]] = _empty
         """Lends memory for so many bytes of a unit."""
         self._pace = Pace()
@@ -191,6 +192,7 @@ class Grads:
             self._restore()
             return
         self.submit_rest()
+        unread: dict[GradRecord, Unread[GradSummary]] = {}
         try:
             for unit, ticket in self._tickets.items():
                 reduced = ticket.wait()
@@ -199,14 +201,18 @@ class Grads:
                 for record, present in zip(self.records[unit], reduced.present, strict=True):
                     if not present:
                         continue
+                    record.known = None
                     if unit in self.shelves and record.shown is None:
                         record.shown = self._sharded(record, None)
                     record.param.grad = record.shown
-                    record.known = reduced.known.get(record.index)
                     record.set_aside = None
                     if self._in_backward:
                         self.used.append(record.param)
+                    if record.index in reduced.known:
+                        unread[record] = reduced.known[record.index]
                 self._trace("reduced", unit.name)
+            for record, summary in zip(unread, read_together(list(unread.values())), strict=True):
+                record.known = summary
         except BaseException:
             self._drop_pass()
             raise
@@ -329,7 +335,7 @@ class Grads:
         self._tickets[unit] = self._channel.submit(label, self._work(unit, locals_, add), note)
 
     def _work(self, unit: Unit, locals_: list[Tensor | None], add: list[bool]) -> Callable[[Wire, list[bytes]], Reduced]:
-        reader = SummaryReader([p.numel for p in unit.layout.params], self.orders, alone=self._group.size == 1)
+        reader = SummaryReader([p.numel for p in unit.layout.params], self.queries, alone=self._group.size == 1)
 
         def work(wire: Wire, notes: list[bytes]) -> Reduced:
             count = len(locals_)
@@ -342,7 +348,7 @@ class Grads:
                 if wire.world.size > 1:
                     raise  # the other ranks hear of it through the channel, which is of no use any more
                 self._unkept[unit] = error
-            return Reduced(union, reader.finish())
+            return Reduced(union, reader.unread())
 
         return work
 
@@ -350,7 +356,7 @@ class Grads:
         """Store reduced gradients where this unit's gradients are kept."""
         if self._in_backward:
             pieces = self._until_update(unit, batches)
-            mine = torch.tensor([all(g is None or all_finite(g) for g in pieces)])
+            mine = torch.tensor([first_not_finite(enumerate(g for g in pieces if g is not None)) is None])
             self.finite[unit] = bool(wire.world.all_gather_small(mine).all())
             self.reduced[unit] = pieces
             return

@@ -20,9 +20,9 @@ from lowtide.comm.channel import Channel, Label, Wire
 from lowtide.runtime.announcer import Message, Verb
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.grads import GradRecord
-from lowtide.runtime.used_grad import UsedGrad
 from lowtide.runtime.sharded_grad import OPERATIONS, ShardedGrad
 from lowtide.runtime.unit import flat_view
+from lowtide.runtime.used_grad import UsedGrad
 
 _NEED_STATE = (Verb.BACKWARD, Verb.CLIP, Verb.STEP, Verb.NOTHING)
 _SMALL = 64  # elements of a tensor that travels as a plain value: a learning rate, a factor

@@ -34,7 +34,8 @@ def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
     """The entries of ``optimizer.state`` that belong to no parameter, as MADGRAD's counter does."""
-    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    state = cast("dict[Any, Any]", optimizer.state)
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def copy_of(optimizer: Optimizer) -> Optimizer:
     """An optimizer like ``optimizer``, with empty groups, and with those states only that belong to no parameter."""
-    twin = cast("Optimizer", object.__new__(plain_class(optimizer)))
+    twin = object.__new__(plain_class(optimizer))
     twin.state = defaultdict(dict)
     twin.param_groups = [{} for _ in optimizer.param_groups]
     memo = _Memo(param for group in optimizer.param_groups for param in group["params"])

@@ -295,7 +295,7 @@ def _unfit(result: _Result, *, moved: bool) -> str | None:
     some = {sample: value for sample, value in result.values.items() if value.numel()}
     if some and all(same_bits(value, sample.numbers(0)) for sample, value in some.items()):
         return "it changed nothing when it was tried"
-    for sample, states in result.states.items():
+    for states in result.states.values():
         for name, value in states.items():
             if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
                 return f"it keeps {name!r} as a {type(value).__name__}, whose numbers lie in tensors of another shape"
@@ -326,7 +326,9 @@ def _difference(
         for name, whole in together.states[sample].items():
             pieces = [parts[part][1][name] for part in row]
             is_large = isinstance(whole, Tensor) and tuple(whole.shape) == sample.shape and whole.numel() > 1
-            if is_large and all(isinstance(p, Tensor) and p.numel() == part.hi - part.lo for p, part in zip(pieces, row)):
+            if is_large and all(
+                isinstance(p, Tensor) and p.numel() == part.hi - part.lo for p, part in zip(pieces, row, strict=True)
+            ):
                 pieces, whole = [torch.cat([p.flatten() for p in pieces])], whole.flatten()
             if not all(alike(whole, piece) for piece in pieces):
                 return f"its state {name!r} of a tensor depends on how the tensor was cut{where}"
@@ -357,12 +359,12 @@ def _run_alone(optimizer: Optimizer, part: _Part) -> tuple[_Part, Tensor, dict[s
 
 
 def _cut_states(states: dict[str, Any], part: _Part) -> dict[str, Any]:
-    return {n: part.of(v) if isinstance(v, Tensor) and tuple(v.shape) == part.sample.shape else copied(v) for n, v in states.items()}
+    return {
+        n: part.of(v) if isinstance(v, Tensor) and tuple(v.shape) == part.sample.shape else copied(v) for n, v in states.items()
+    }
 
 
-def _run_in_chunks(
-    trial: _Trial, rows: list[list[_Part]]
-) -> tuple[dict[_Part, tuple[Tensor, dict[str, Any]]], Optimizer]:
+def _run_in_chunks(trial: _Trial, rows: list[list[_Part]]) -> tuple[dict[_Part, tuple[Tensor, dict[str, Any]]], Optimizer]:
     """As runtime/stream.py does it: every part in a call of its own."""
     copy = trial.copy
     parts: dict[_Part, tuple[nn.Parameter, dict[str, Any]]] = {}

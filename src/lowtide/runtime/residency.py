@@ -71,7 +71,7 @@ class Residency(Homes):
         self.damaged_by: str | None = None
         """Who changed values that several ranks read, if anybody did."""
         self.before_replaced: Callable[[Unit, Sequence[int]], None] = lambda _, __: None
-        """Called before parameters, by index, get the values of memory that a caller gave them: graphs may need the old ones."""
+        """Called before parameters, by index, get the values of memory that a caller gave them: graphs may need the old."""
         self.written: Callable[[Unit, Sequence[int]], None] = lambda _, __: None
         """Called when values that a caller has written to parameters, by index, have been kept."""
         self._left = Left()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowtide.errors import GradientElsewhere
 from lowtide.runtime.grad_store import Change
+from lowtide.runtime.grad_summary import is_power_of_two
 from lowtide.torch_internals import IGNORE_TORCH_FUNCTION, wrapper_tensor
 
 aten: Any = torch.ops.aten
@@ -34,7 +35,7 @@ class GradOwner(Protocol):
 
     def change(self, grad: ShardedGrad, change: Change) -> None: ...
 
-    def was_changed(self, grad: ShardedGrad, *, keeps_finite: bool) -> None: ...
+    def was_changed(self, grad: ShardedGrad, change: Change) -> None: ...
 
     def is_finite(self, grad: ShardedGrad) -> bool: ...
 
@@ -105,11 +106,27 @@ def _frozen(operands: Any) -> Any:
     )
 
 
-def _keeps_finite(func: Any, operands: Sequence[Any]) -> bool:
-    if func.overloadpacket in (aten.zero_, aten._foreach_zero_, aten.clamp_, aten.clamp_min_, aten.clamp_max_):
-        return True
-    is_product = func.overloadpacket in (aten.mul_, aten._foreach_mul_)
-    return is_product and all(-1.0 <= float(o) <= 1.0 for o in operands if isinstance(o, Tensor | float | int))
+def _factor(func: Any, operands: Sequence[Any]) -> float | None:
+    """What the operation multiplies by, if it does only that."""
+    packet = func.overloadpacket
+    if packet not in (aten.mul_, aten._foreach_mul_, aten.div_, aten._foreach_div_) or len(operands) != 1:
+        return None
+    operand = operands[0]
+    if not isinstance(operand, Tensor | float | int) or (isinstance(operand, Tensor) and operand.is_complex()):
+        return None
+    value = float(operand)
+    if packet in (aten.mul_, aten._foreach_mul_):
+        return value
+    return 1.0 / value if is_power_of_two(value) else None
+
+
+def _change(func: Any, operands: Sequence[Any], apply: Callable[[Tensor], Any]) -> Change | None:
+    """The operation as it is made of one gradient; None if it leaves every number as it is."""
+    factor = _factor(func, operands)
+    if factor == 1.0:  # gradients below the limit of a clip: the usual case
+        return None
+    keeps = func.overloadpacket in (aten.zero_, aten._foreach_zero_, aten.clamp_, aten.clamp_min_, aten.clamp_max_)
+    return Change(apply, keeps_finite=keeps or (factor is not None and abs(factor) <= 1.0), factor=factor)
 
 
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
@@ -117,21 +134,24 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
     grad: ShardedGrad = args[0]
     _refuse_operands(grad, func, args[1:])
     operands = _frozen(args[1:])
-    change = Change(lambda piece: func(piece, *operands, **kwargs), keeps_finite=_keeps_finite(func, operands))
-    grad.owner.change(grad, change)
+    change = _change(func, operands, lambda piece: func(piece, *operands, **kwargs))
+    if change is not None:
+        grad.owner.change(grad, change)
     return grad
 
 
 def _in_place_each(func: Any, args: Any, kwargs: Any) -> None:
     """The same on a list of gradients."""
-    operands = _frozen(args[1:])
-    change = Change(lambda piece: func([piece], *operands, **kwargs), keeps_finite=_keeps_finite(func, operands))
     for grad in args[0]:
         if isinstance(grad, ShardedGrad):
             _refuse_operands(grad, func, args[1:])
-            grad.owner.change(grad, change)
-        else:
+    operands = _frozen(args[1:])
+    change = _change(func, operands, lambda piece: func([piece], *operands, **kwargs))
+    for grad in args[0]:
+        if not isinstance(grad, ShardedGrad):
             func([grad], *operands, **kwargs)
+        elif change is not None:
+            grad.owner.change(grad, change)
 
 
 def _refuse_operands(grad: ShardedGrad, func: Any, operands: Sequence[Any]) -> None:
@@ -164,12 +184,13 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     here = [g.piece if isinstance(g, ShardedGrad) else g for g in grads]
     func([g for g in here if g is not None], found_inf, inverse_scale, **kwargs)
     factor, ignored = inverse_scale.detach().clone(), torch.zeros_like(found_inf)
-    change = Change(lambda piece: func([piece], ignored, factor), keeps_finite=bool(factor <= 1.0))
+    value = float(factor)
+    change = Change(lambda piece: func([piece], ignored, factor), keeps_finite=value <= 1.0, factor=value)
     for grad in grads:
         if not isinstance(grad, ShardedGrad):
             continue
         if grad.piece is not None:
-            owner.was_changed(grad, keeps_finite=change.keeps_finite)
+            owner.was_changed(grad, change)
             continue
         if not owner.is_finite(grad):
             found_inf.fill_(1.0)

@@ -266,7 +266,9 @@ class UnitStream:
             view = views[_STATE + large.name]
             if value.data_ptr() != view.data_ptr():
                 view.copy_(self._flat(part, value))
-        late = [n for n, v in small.items() if isinstance(v, Tensor) and v.numel() > 1 and (is_cut or v.shape == entry.target.shape)]
+        late = [
+            n for n, v in small.items() if isinstance(v, Tensor) and v.numel() > 1 and (is_cut or v.shape == entry.target.shape)
+        ]
         if late:
             value = small[late[0]]
             raise Refused(
@@ -275,8 +277,8 @@ class UnitStream:
             )
         if not step.keep_small_state(entry.param, small):
             raise Refused(
-                f"what the optimizer keeps of {self.unit.names[part.index]!r} ({', '.join(small)}) depends on how the parameter "
-                f"was cut. Give lowtide.shard an update with larger chunks, or leave disk= and update= out."
+                f"what the optimizer keeps of {self.unit.names[part.index]!r} ({', '.join(small)}) depends on how the "
+                f"parameter was cut. Give lowtide.shard an update with larger chunks, or leave disk= and update= out."
             )
         self._made[part.index] = frozenset(made)
 

@@ -72,8 +72,8 @@ class Unit:
             wanted = (param.shape, self.dtypes[index].param, torch.strided, device)
             if (tuple(value.shape), value.dtype, value.layout, value.device) != wanted:
                 raise Refused(
-                    f"the memory of parameter {self.names[index]!r} was replaced after lowtide.shard by a tensor of another kind "
-                    f"(.to(), .half(), `param.data = ...`): {tuple(value.shape)} {value.dtype} on {value.device}. "
+                    f"the memory of parameter {self.names[index]!r} was replaced after lowtide.shard by a tensor of another "
+                    f"kind (.to(), .half(), `param.data = ...`): {tuple(value.shape)} {value.dtype} on {value.device}. "
                     f"Convert the model before sharding it; change values with `with lowtide.gathered(module, write=True):`."
                 )
 

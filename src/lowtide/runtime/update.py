@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,9 @@ class Update:
             for record in self._grads.records[unit]:
                 lo, hi = self._range(record)
                 master = record.unit.dtypes[record.index].master
-                stand_in = nn.Parameter(torch.empty(0, dtype=master), requires_grad=master.is_floating_point or master.is_complex)
+                stand_in = nn.Parameter(
+                    torch.empty(0, dtype=master), requires_grad=master.is_floating_point or master.is_complex
+                )
                 self.pieces[record.param] = Piece(record, lo, hi, stand_in, None)
             return
         for record, value in zip(self._grads.records[unit], values, strict=True):
@@ -369,11 +371,13 @@ def _close_all(opened: deque[OpenChunk]) -> None:
 
 
 def _rekey(optimizer: Optimizer, new_key: dict[Any, Any]) -> None:
-    items = [(new_key.get(key, key) if isinstance(key, Tensor) else key, v) for key, v in optimizer.state.items()]
-    optimizer.state.clear()
-    optimizer.state.update(items)
+    state = cast("dict[Any, Any]", optimizer.state)
+    items = [(new_key.get(key, key) if isinstance(key, Tensor) else key, v) for key, v in state.items()]
+    state.clear()
+    state.update(items)
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    states = (state for key, state in optimizer.state.items() if isinstance(key, Tensor))
+    every = cast("dict[Any, Any]", optimizer.state)
+    states = (state for key, state in every.items() if isinstance(key, Tensor))
     return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))

@@ -91,7 +91,8 @@ class Left:
             if before and left.version != unit.version:
                 raise Refused(
                     f"parameter {unit.names[index]!r} was given the same memory twice (`param.data = tensor`, "
-                    f"vector_to_parameters), and updated in between: here the update does not reach that tensor. Give a new one."
+                    f"vector_to_parameters), and updated in between: here the update does not reach that tensor. "
+                    f"Give a new one."
                 )
 
     def look(self, *, at_all: bool) -> Refused | None:
