@@ -8,13 +8,13 @@ safetensors file per rank. With ``background=True`` that happens in a thread, fr
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import json
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,16 +22,18 @@ from typing import Any
 
 import torch
 import xxhash
+from pydantic import JsonValue
 from torch.optim import Optimizer
 
 from lowtide.checkpoint import folder, objects
 from lowtide.checkpoint.manifest import File, Manifest, table_name
 from lowtide.checkpoint.snapshot import Section, Snapshot, TableBuilder, free_bytes
+from lowtide.checkpoint.worker import Worker
 from lowtide.comm.processes import this_host
 from lowtide.errors import ArgumentError, CheckpointError, DiskFull, Error
 from lowtide.runtime.contents import Contents
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.exchange import Exchange
+from lowtide.runtime.exchange import Exchange, Outcome, said_by
 from lowtide.tiers.disk import DiskStore
 from lowtide.tiers.pins import Pin
 from lowtide.version import __version__
@@ -47,39 +49,53 @@ _SMALL = 4 << 20  # for tables and the manifest
 class Saving:
     """A checkpoint that is being written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, work: Callable[[Worker], None]) -> None:
         self.path = path
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._raised = False
+        self._worker = Worker("lowtide-checkpoint", lambda: self._run(work))
 
     @property
     def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
+        return self._worker.over
 
     def wait(self) -> Path:
         """Until the checkpoint is there; raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        self._worker.wait()
+        self._raised = True
+        if self._worker.failure is not None:
+            raise self._worker.failure.with_traceback(None)
         return self.path
 
-    def run(self, work: Callable[[], None], *, background: bool) -> None:
-        """Do ``work`` now, or in a thread."""
-        if not background:
-            work()
-            return
+    def settle(self) -> None:
+        """Until it is over; raises what went wrong, unless somebody has heard of it."""
+        self._worker.wait()
+        if not self._raised:
+            self.wait()
 
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:  # belongs to whoever waits, or to the next save
-                self._failure = error
-                _log.error("checkpoint %s was not written: %s", self.path, error)
+    def begin(self, provide: Callable[[], None]) -> None:
+        """``provide`` what is to be saved, and return when the caller may go on."""
+        try:
+            self._worker.run(provide)
+        except BaseException:
+            self._raised = True
+            raise
 
-        self._thread = threading.Thread(target=guarded, name="lowtide-checkpoint")
-        self._thread.start()
+    def _run(self, work: Callable[[Worker], None]) -> None:
+        try:
+            work(self._worker)
+        except BaseException as error:
+            if self._worker.detached:  # it may take long until anybody waits
+                bug = None if isinstance(error, Error) else error
+                _log.error("checkpoint %s was not written: %s", self.path, said_by(error), exc_info=bug)
+            raise
+
+
+class _Fate(enum.Enum):
+    """What has become of a checkpoint."""
+
+    WORKING = enum.auto()
+    UNKNOWN = enum.auto()
+    THERE = enum.auto()
 
 
 @dataclass(slots=True)
@@ -89,7 +105,8 @@ class _Saves:
     exchange: Exchange
     """On a channel of its own: a save in the background must not mix with the collectives of training."""
     last: Saving | None = None
-    pins: dict[Path, Pin] = field(default_factory=dict[Path, Pin])
+    pins: dict[Path, list[Pin]] = field(default_factory=dict[Path, "list[Pin]"])
+    """By checkpoint. Several: it is not known which of them the one of that name refers to."""
 
 
 _saves: weakref.WeakKeyDictionary[Engine, _Saves] = weakref.WeakKeyDictionary()
@@ -113,22 +130,17 @@ def save(engine: Engine, optimizer: Optimizer | None, wish: Wish) -> Saving:
     """Every rank calls this, between two steps."""
     saves = _saves_of(engine)
     if saves.last is not None:
-        saves.last.wait()
-    engine.settle()
-    if engine.store is not None:
-        engine.store.drain()
-    _release_removed(saves)
+        saves.last.settle()
     job = _Job(engine, optimizer, wish, saves)
-    job.prepare()
-    saving = saves.last = Saving(wish.target)
-    saving.run(job.run, background=wish.background and job.may_run_later)
+    saving = saves.last = Saving(wish.target, job.run)
+    saving.begin(job.provide)
     return saving
 
 
 def finish(engine: Engine) -> None:
     """Wait for a save in the background."""
     if engine in _saves and (last := _saves[engine].last) is not None:
-        last.wait()
+        last.settle()
 
 
 def _saves_of(engine: Engine) -> _Saves:
@@ -140,14 +152,15 @@ def _saves_of(engine: Engine) -> _Saves:
 def _release_removed(saves: _Saves) -> None:
     """The places of checkpoints that somebody has removed are free again; of one that was moved they are not."""
     gone = [path for path in saves.pins if not folder.is_checkpoint(path)]
-    spools = {spool for path in gone for spool in saves.pins[path].spools()}
+    spools = {spool for path in gone for pin in saves.pins[path] for spool in pin.spools()}
     for spool in spools:
-        with_it = [path for path, pin in saves.pins.items() if spool in pin.spools()]
+        with_it = [path for path, pins in saves.pins.items() if any(spool in pin.spools() for pin in pins)]
         if spool.links() > len(with_it) - sum(path in gone for path in with_it):
             _log.warning("a checkpoint was moved or linked: its room on disk is not used again while this job runs")
             return
     for path in gone:
-        saves.pins.pop(path).release()
+        for pin in saves.pins.pop(path):
+            pin.release()
 
 
 class _Job:
@@ -163,35 +176,92 @@ class _Job:
         self._linked: list[Section] = []
         self._copied: list[Section] = []
         self._written = self._total = 0
-        self.may_run_later = True
+        self._can_wait = True
+        """Whether what is saved stays as it is while training goes on."""
         self._working = Path()
         self._alive: folder.Mark | None = None
+        self._fate = _Fate.WORKING
+        self._objects: dict[str, JsonValue] = {}
+        self._worker: Worker
+
+    # -- on the caller's thread ---------------------------------------------------------------------------------------
+
+    def provide(self) -> None:
+        """Bring everything to rest, and ask the caller's objects for their state."""
+        self._engine.settle()
+        if self._engine.store is not None:
+            self._engine.store.drain()
+        _release_removed(self._saves)
+        self._objects = objects.of_rank(self._engine, self._optimizer, self._contents, self._wish.state, self._snapshot.put)
+        if self._rank == 0:
+            self._objects["model"] = objects.of_model(
+                self._engine, self._optimizer, self._contents, self._wish.extra, self._snapshot.put
+            )
+
+    # -- on a thread that nobody interrupts ---------------------------------------------------------------------------
+
+    def run(self, worker: Worker) -> None:
+        """All of it. If anything fails on one rank, all ranks raise, and nothing is left of the checkpoint."""
+        self._worker = worker
+        try:
+            self._prepare()
+            self._write()
+        except BaseException:
+            self._give_up()
+            raise
+        self._drop_old()
+
+    def _all(self, what: str, work: Callable[[], str], *, uses_model: bool = True) -> list[str]:
+        """Do ``work`` on every rank; everybody's answer. If it fails on one, all ranks raise."""
+        failure: BaseException | None = None
+        try:
+            with self._worker.attended() if uses_model and not self._worker.detached else contextlib.nullcontext():
+                mine = Outcome(work())
+        except BaseException as error:  # raised below, when all know of it
+            failure = _explained(error, self._wish.target)
+            mine = Outcome.of_failure(failure)
+        told = self._exchange.outcomes(f"a checkpoint that {what}", mine)
+        if failure is not None:
+            raise failure
+        for rank, outcome in enumerate(told):
+            if outcome.failed:
+                raise CheckpointError(f"it {what}: rank {rank}: {outcome.text}", str(self._wish.target))
+        return [outcome.text for outcome in told]
+
+    def _give_up(self) -> None:
+        """Let go of everything, except for what a checkpoint may refer to that is there in spite of all."""
+        if self._fate is _Fate.UNKNOWN:
+            self._keep_pin()
+        elif self._pin is not None:
+            self._pin.release()
+        if self._rank == 0 and self._working.name:
+            with contextlib.suppress(OSError):  # the first error is the one to tell; `ckpt gc` removes the rest
+                folder.remove(self._working)
 
     # -- before training goes on --------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Decide how, make the folder, and hold on to everything as it is now."""
-        with self._together("could not be begun"):
-            self._objects = objects.of_rank(self._engine, self._optimizer, self._contents, self._wish.state, self._snapshot.put)
-            if self._rank == 0:
-                self._objects["model"] = objects.of_model(
-                    self._engine, self._optimizer, self._contents, self._wish.extra, self._snapshot.put
-                )
-            name = self._make_folder() if self._rank == 0 else ""
-        name = self._exchange.texts("the folder", name)[0]
+        name = self._all("could not be begun", lambda: self._make_folder() if self._rank == 0 else "")[0]
         self._working = self._wish.target.parent / name
-        with self._together("could not be begun"):
-            if not self._working.is_dir():
-                raise CheckpointError(
-                    "rank 0 made it, but this rank does not see it: all ranks must see one folder", str(self._working)
-                )
-            self._choose()
-            needed = self._needed_bytes()
-        everybody = self._exchange.texts("the space", needed)
-        with self._together("could not be begun"):
-            self._check_space(everybody)
-            if self._wish.background:
-                self._hold()
+        everybody = self._all("could not be begun", self._see_and_choose)
+        self._all("could not be begun", lambda: self._check_and_hold(everybody))
+        if self._wish.background and self._can_wait:
+            self._worker.detach()
+
+    def _see_and_choose(self) -> str:
+        if not self._working.is_dir():
+            raise CheckpointError(
+                "rank 0 made it, but this rank does not see it: all ranks must see one folder", str(self._working)
+            )
+        self._choose()
+        return self._needed_bytes()
+
+    def _check_and_hold(self, everybody: list[str]) -> str:
+        self._check_space(everybody)
+        if self._wish.background:
+            self._hold()
+        return ""
 
     def _make_folder(self) -> str:
         self._working = self._wish.target.parent / folder.new_name(self._wish.target)
@@ -208,7 +278,7 @@ class _Job:
         if not stored:
             return
         if not isinstance(store, DiskStore):
-            self.may_run_later = False
+            self._can_wait = False
             return
         wants_pin = self._wish.background or self._wish.may_link
         try:
@@ -220,7 +290,7 @@ class _Job:
         elif self._pin is not None and not self._wish.background:
             self._pin.release()
             self._pin = None
-        self.may_run_later = self._pin is not None
+        self._can_wait = self._pin is not None
 
     def _can_link(self, pin: Pin) -> bool:
         fd = os.open(self._working, os.O_RDONLY | os.O_DIRECTORY)
@@ -253,29 +323,31 @@ class _Job:
         budget.make_room(2 * nbytes)
         if budget.limit is not None and nbytes > (budget.limit - budget.read()) // 2:
             _log.info("checkpoint %s: no memory for a copy of what it holds, so it is written at once", self._wish.target)
-            self.may_run_later = False
-        if self.may_run_later:
+            self._can_wait = False
+        if self._can_wait:
             self._snapshot.freeze(held, self._pin)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
+    def _write(self) -> None:
         """Write this rank's files, then, on rank 0, make the checkpoint appear."""
-        with self._together("was not written"):
-            files = self._write()
-        everybody = self._exchange.texts("files", json.dumps([f.model_dump() for f in files]))
-        with self._together("could not be completed"):
-            if self._rank == 0:
-                self._commit([File(**row) for text in everybody for row in json.loads(text)])
+        everybody = self._all("was not written", lambda: json.dumps([f.model_dump() for f in self._write_files()]))
+        self._fate = _Fate.UNKNOWN  # until rank 0 says that it is there
+        self._all("could not be completed", lambda: self._commit(everybody), uses_model=False)
+        self._fate = _Fate.THERE
+        self._keep_pin()
+
+    def _keep_pin(self) -> None:
+        """The places that are referred to keep what they hold; those that a checkpoint of this name referred to are free."""
+        pins = self._saves.pins
+        replaced = pins.pop(self._wish.target, []) if self._fate is _Fate.THERE else []
         if self._pin is not None:
             self._pin.keep()
-            replaced = self._saves.pins.pop(self._wish.target, None)
-            if replaced is not None:
-                replaced.release()
-            self._saves.pins[self._wish.target] = self._pin
-        self._drop_old()
+            pins.setdefault(self._wish.target, []).append(self._pin)
+        for pin in replaced:
+            pin.release()
 
-    def _write(self) -> list[File]:
+    def _write_files(self) -> list[File]:
         stem = f"rank-{self._rank:05d}"
         names = self._link(stem)
         if self._pin is not None and self._linked:
@@ -332,11 +404,25 @@ class _Job:
         return False
 
     def _note(self, nbytes: int) -> None:
+        self._worker.look_up()
         self._written += nbytes
         if self._wish.progress is not None:
             self._wish.progress(min(self._written, self._total), self._total)
 
-    def _commit(self, files: list[File]) -> None:
+    def _commit(self, everybody: list[str]) -> str:
+        if self._rank != 0:
+            return ""
+        self._worker.look_up()
+        try:
+            self._appear(everybody)
+        except BaseException:
+            if self._working.is_dir():
+                self._fate = _Fate.WORKING
+            raise
+        return ""
+
+    def _appear(self, everybody: list[str]) -> None:
+        files = [File(**row) for text in everybody for row in json.loads(text)]
         parent = self._wish.target.parent
         with folder.locked(parent):
             found, _ = folder.checkpoints(parent)
@@ -358,39 +444,25 @@ class _Job:
         """Keep the newest ``keep``; their places on disk are free when they are gone."""
         if self._wish.keep is None:
             return
-        if self._rank == 0:
-            try:
-                for path in [*folder.unused(self._wish.target.parent, self._wish.keep)]:
-                    folder.remove(path)
-            except (OSError, CheckpointError) as error:  # the new one is there; `ckpt gc` can try again
-                _log.warning("an old checkpoint could not be removed: %s", error)
-        self._exchange.numbers("old checkpoints are gone", 0)
+        keep = self._wish.keep
+        self._all("is there, but older ones were not removed", lambda: self._remove_old(keep), uses_model=False)
         _release_removed(self._saves)
 
-    @contextlib.contextmanager
-    def _together(self, what: str) -> Generator[None]:
-        """If anything fails on one rank, all ranks raise it, and nothing is left of the checkpoint."""
-        failure: BaseException | None = None
+    def _remove_old(self, keep: int) -> str:
+        if self._rank != 0:
+            return ""
+        parent = self._wish.target.parent
         try:
-            yield
-        except Exception as error:  # raised below, on all ranks
-            failure = _explained(error, self._wish.target)
-        told = self._exchange.texts(f"a checkpoint that {what}", "" if failure is None else f"{failure}")
-        if not any(told):
-            return
-        if self._pin is not None:
-            self._pin.release()
-        if self._rank == 0 and self._working.name:
-            with contextlib.suppress(OSError):  # the first error is the one to tell; `ckpt gc` removes the rest
-                folder.remove(self._working)
-        if failure is not None:
-            raise failure
-        rank = next(r for r, text in enumerate(told) if text)
-        raise CheckpointError(f"it {what}: rank {rank}: {told[rank]}", str(self._wish.target))
+            with folder.locked(parent):
+                for path in [*folder.unused(parent, keep)]:
+                    folder.remove(path)
+        except (OSError, CheckpointError) as error:  # the new one is there; `ckpt gc` can try again
+            _log.warning("an old checkpoint could not be removed: %s", error)
+        return ""
 
 
-def _explained(error: Exception, target: Path) -> Exception:
-    if isinstance(error, Error) or not isinstance(error, OSError):
+def _explained(error: BaseException, target: Path) -> BaseException:
+    if isinstance(error, Error) or not isinstance(error, OSError) or error.errno is None:
         return error
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     way_out = "Make room (keep=), or save to another disk" if full else "Look at the disk and who may write there"

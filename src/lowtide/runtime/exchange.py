@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,30 @@ from torch import Tensor
 from lowtide.comm.channel import Channel, Label, Wire
 from lowtide.comm.group import Group
 from lowtide.spec.layout import UnitLayout
+
+_LONGEST = 2000
+"""Characters of an error's text that other ranks are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one rank's part: its answer, or why there is none. An error need not have a text."""
+
+    text: str = ""
+    failed: bool = False
+
+    @classmethod
+    def of_failure(cls, error: BaseException) -> Outcome:
+        return cls(said_by(error), failed=True)
+
+
+def said_by(error: BaseException) -> str:
+    """The text of an exception, never empty: its class, if it says nothing or cannot."""
+    try:
+        text = str(error).strip()
+    except Exception:  # a caller's exception may raise here, too
+        text = ""
+    return text[:_LONGEST].encode(errors="backslashreplace").decode() or type(error).__name__
 
 
 class Exchange:
@@ -32,6 +57,11 @@ class Exchange:
         raw = mine.encode()
         longest = max(self.numbers(f"the length of {what}", len(raw)))
         return [note.rstrip(b"\0").decode() for note in self.notes(what, raw.ljust(longest, b"\0"))]
+
+    def outcomes(self, what: str, mine: Outcome) -> list[Outcome]:
+        """What became of everybody's part. The flag stands apart from the text."""
+        told = self.texts(what, f"{'!' if mine.failed else '='}{mine.text}")
+        return [Outcome(text[1:], failed=text[:1] != "=") for text in told]
 
     def vectors(self, mine: Tensor) -> list[Tensor]:
         """The fp64 vectors of the ranks that hold one copy of the model; they may differ in length."""
