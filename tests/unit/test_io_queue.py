@@ -9,13 +9,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from lowtide.errors import DiskStalled, Refused
+from lowtide.tiers import queue as queue_module
 from lowtide.tiers.queue import IOQueue
 from lowtide.tiers.store import Priority, Traffic
+from tests.kit.interrupts import Spot, executed, interrupted
 
 
 class Gate:
@@ -86,11 +89,11 @@ def test_what_somebody_waits_for_becomes_urgent(queue: IOQueue, gate: Gate) -> N
     blocked(queue, gate)
     seen: list[str] = []
     queue.submit("other", "other", Priority.NEXT, recorder(seen, "other"))
-    first = queue.submit("key", "first", Priority.CHECKPOINT, recorder(seen, "first"))
+    queue.submit("key", "first", Priority.CHECKPOINT, recorder(seen, "first"))
     second = queue.submit("key", "second", Priority.CHECKPOINT, recorder(seen, "second"))
     waiter = threading.Thread(target=second.wait)
     waiter.start()
-    while first.priority != Priority.NOW or second.priority != Priority.NOW:
+    while (second, Priority.NOW) not in list(queue._line._inbox):
         time.sleep(0.001)
     gate.open()
     waiter.join(30)
@@ -351,3 +354,36 @@ def test_a_disk_that_never_rests_is_seen_to_work(gate: Gate) -> None:
     assert traffic.busy_seconds >= 0.05
     gate.open()
     queue.close()
+
+
+def test_an_interrupt_at_any_line_of_a_caller_stops_no_request() -> None:
+    """A signal whose handler raises, at the n-th line that a caller of the queue runs, for every n, in every shape of use."""
+
+    def use(queue: IOQueue, seen: list[str]) -> None:
+        ticket = queue.submit("x", "x", Priority.CHECKPOINT, recorder(seen, "x"))
+        behind = queue.submit("x", "behind x", Priority.NOW, recorder(seen, "behind x"), remembered=True)
+        behind.on_done(nothing)
+        behind.wait()
+        ticket.wait()
+        queue.drain()
+
+    folder = os.path.dirname(queue_module.__file__)
+    whole = executed(folder, lambda: use(IOQueue(2, deadline=30), []))
+    fired = 0
+    for file, line in sorted(whole):
+        for nth in range(1, min(whole[file, line], 3) + 1):
+            queue, seen = IOQueue(2, deadline=30), list[str]()
+            with (
+                interrupted(folder, Spot(file, line, nth), lambda: KeyboardInterrupt("now")) as shot,
+                suppress(KeyboardInterrupt),
+            ):
+                use(queue, seen)
+            fired += shot.sent
+            for number in range(3):  # more of the same key, and others: what was asked for before comes first
+                queue.submit(number or "x", "later", Priority.NEXT, recorder(seen, f"later {number}")).wait()
+            queue.drain()
+            asked = [name for name in seen if name in ("x", "behind x")]
+            assert asked in ([], ["x"], ["x", "behind x"]), (file, line, nth)
+            assert sorted(set(seen) - set(asked)) == ["later 0", "later 1", "later 2"]
+            queue.close()
+    assert fired > 60

@@ -5,13 +5,11 @@ therefore cannot hand over anything but what was written last: the hash would di
 one may come from another mirror, or past a loose cable), then it is an error.
 
 [Note: free from a finalizer] An extent may be freed by a garbage collection, which can run in the middle of any method here,
-in the same thread. ``free`` therefore only notes the extent, and looks after it if the table is not in use; else whoever
-enters the table next does.
+in the same thread. ``free`` therefore only notes the extent, and whoever enters the table next looks after it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -21,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -111,11 +109,14 @@ class DiskStore:
 
     @property
     def used_bytes(self) -> int:
-        return sum(share.dealt_bytes for share in self._shares)
+        with self._table_lock:
+            self._sweep()
+            return sum(share.dealt_bytes for share in self._shares)
 
     def extents(self) -> list[Extent]:
         """Everything that room is reserved for."""
-        with self._table():
+        with self._table_lock:
+            self._sweep()
             return list(self._records)
 
     # ---- room ----
@@ -127,12 +128,14 @@ class DiskStore:
         try:
             blocks = self._place(key, sizes)
         except DiskFull:
-            with self._table():
+            with self._table_lock:
+                self._sweep()
                 if not self._retiring:
                     raise
             self._queue.settle()  # room that was given back is not back before its last requests are done
             blocks = self._place(key, sizes)
-        with self._table():
+        with self._table_lock:
+            self._sweep()
             self._records[extent] = _Record(extent, blocks)
         return extent
 
@@ -140,17 +143,6 @@ class DiskStore:
         if self._queue.foreign:
             return  # a forked process drops its copy; the room belongs to the parent
         self._dropped.append(extent)  # [Note: free from a finalizer]
-        if self._table_lock.acquire(blocking=False):
-            try:
-                self._sweep()
-            finally:
-                self._table_lock.release()
-
-    @contextlib.contextmanager
-    def _table(self) -> Generator[None, None, None]:
-        with self._table_lock:
-            self._sweep()
-            yield
 
     def _sweep(self) -> None:
         while self._dropped:
@@ -186,7 +178,8 @@ class DiskStore:
     def _place(self, key: Key, sizes: list[int]) -> list[_Block]:
         """Room for each block, on the folder that is furthest behind its share and has room."""
         blocks: list[_Block] = []
-        with self._table():
+        with self._table_lock:
+            self._sweep()
             try:
                 for nbytes in sizes:
                     blocks.append(_Block(self._take_place(nbytes), nbytes))
@@ -242,7 +235,8 @@ class DiskStore:
         """Keep what these extents hold now, whatever is written to them later. Nothing may be under way; DiskFull, with
         nothing pinned, if there is no room for what will be written meanwhile."""
         self._check_usable("a pin")
-        with self._table():
+        with self._table_lock:
+            self._sweep()
             records = [self._records[extent] for extent in extents]
             blocks = [b for record in records for b in record.blocks if b.digest is not None]
             added: list[_Block] = []
@@ -264,7 +258,8 @@ class DiskStore:
         """Undo a pin; by way of ``Pin.release``."""
         if self._queue.foreign or not self._finalizer.alive:
             return
-        with self._table():
+        with self._table_lock:
+            self._sweep()
             for place in pin.places():
                 place.pins -= 1
                 place.spool.let_go(place.offset)
@@ -288,7 +283,8 @@ class DiskStore:
 
     def _move_if_pinned(self, block: _Block) -> None:
         """A block that is about to be written leaves its place to the pins."""
-        with self._table():
+        with self._table_lock:
+            self._sweep()
             if not block.place.pins:
                 return
             if block.spare is None:
@@ -311,7 +307,8 @@ class DiskStore:
         if self._queue.foreign:
             return
         self._queue.close()
-        with self._table():
+        with self._table_lock:
+            self._sweep()
             self._records.clear()
         self._finalizer()
 
@@ -325,7 +322,8 @@ class DiskStore:
         self._check_usable(label)
         check_request(extent, index, tensor)
         memory: Bytes = tensor.detach().numpy()  # keeps the tensor's storage alive until the request is done
-        with self._table():
+        with self._table_lock:
+            self._sweep()
             record = self._records.get(extent)
             if record is None:
                 raise InternalError(f"{label}: the extent is freed or of another store")
@@ -352,7 +350,8 @@ class DiskStore:
             self._leave(record)
 
     def _leave(self, record: _Record) -> None:
-        with self._table():
+        with self._table_lock:
+            self._sweep()
             record.pending -= 1
             self._retire(record)
 

@@ -4,6 +4,10 @@
 the first of them is ever in the heap. A request must not wait behind less urgent work: when an urgent one queues up
 after others of its key, these become as urgent as it is, and so does a request that somebody waits for.
 
+[Note: what callers do] A caller may be interrupted between any two lines, by an exception of a signal's handler; the threads
+never are. So a caller changes nothing but the inbox, by one append, and rings; only threads move what lies there into chains
+and heap. A request whose caller was interrupted before it rang is found with the next ring, and who waits goes on ringing.
+
 [Note: who keeps whom alive] The threads hold the line, never the queue or the store, so a store that is dropped is collected;
 its finalizer abandons the line. A request holds its store and its memory until it is done and not longer.
 
@@ -17,14 +21,17 @@ import heapq
 import itertools
 import logging
 import os
+import queue
 import threading
 import time
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
 from lowtide.errors import DiskStalled, Error, Refused
+from lowtide.tiers.latch import Latch
 from lowtide.tiers.store import Priority, Traffic
 
 _log = logging.getLogger(__name__)
@@ -39,26 +46,39 @@ class Ticket:
     the next use of the queue.
     """
 
-    __slots__ = ("_callbacks", "_event", "_line", "failure", "key", "label", "priority", "remembered", "sequence", "work")
+    __slots__ = (
+        "_callbacks",
+        "_done",
+        "_line",
+        "failure",
+        "key",
+        "label",
+        "over",
+        "priority",
+        "remembered",
+        "sequence",
+        "work",
+    )
 
     def __init__(self, line: _Line, key: Hashable, label: str, priority: int, work: Callable[[], None]) -> None:
         self._line = line
-        self._event = threading.Event()
+        self._done = Latch()
+        self.over = Latch()  # callbacks have run, too
         self._callbacks: list[Callable[[], None]] = []
         self.key = key
         self.label = label
         self.priority = priority
-        self.sequence = -1
+        self.sequence = -1  # until a thread has found it in the inbox
         self.work: Callable[[], None] | None = work
         self.failure: BaseException | None = None
         self.remembered = False
 
     @property
     def done(self) -> bool:
-        return self._event.is_set()
+        return self._done.is_set
 
     def wait(self) -> None:
-        if not self._event.is_set():
+        if not self._done.is_set:
             self._line.wait_for(self)
         if self.failure is not None:
             self._line.claim(self)
@@ -67,20 +87,20 @@ class Ticket:
     def on_done(self, callback: Callable[[], None]) -> None:
         self._line.check_process()
         with self._line.lock:
-            if not self._event.is_set():
+            if not self._done.is_set:
                 self._callbacks.append(callback)
                 return
         callback()
 
     def sleep(self, seconds: float) -> bool:
         """Sleep until the request is done, or so long; whether it is."""
-        return self._event.wait(seconds)
+        return self._done.wait(seconds)
 
     def settle(self, failure: BaseException | None) -> list[Callable[[], None]]:
         """Mark as done; under the line's lock. Gives the callbacks, to be run without it."""
         self.failure = failure
         callbacks, self._callbacks = self._callbacks, []
-        self._event.set()
+        self._done.set()
         return callbacks
 
 
@@ -95,11 +115,12 @@ class _Line:
         self.traffic = traffic
         self.pending: dict[int, Ticket] = {}  # in the order of their sequence
         self.workers: list[threading.Thread] = []
-        self._ready = threading.Condition(self.lock)
-        self._progress = threading.Condition(self.lock)
+        self._inbox: deque[tuple[Ticket, int]] = deque()  # new requests, and how urgent known ones have become
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._max_workers = threads
-        self._idle = 0
+        self._idle = 0  # threads that wait for the bell
         self._running = 0
+        self._finished = 0
         self._busy_since = 0.0
         self._closed = False
         self._heap: list[tuple[int, int, Ticket]] = []
@@ -118,33 +139,23 @@ class _Line:
 
     def submit(self, ticket: Ticket) -> None:
         self.check_process()
-        with self.lock:
-            self.raise_unclaimed()
-            if self._closed:
-                raise Refused(f"{ticket.label}: the store is closed")
-            ticket.sequence = next(self._sequence)
-            chain = self._chains.setdefault(ticket.key, deque())
-            for earlier in chain:
-                self._urge(earlier, ticket.priority)
-            chain.append(ticket)
-            self.pending[ticket.sequence] = ticket
-            if len(chain) == 1:
-                self._push(ticket)
-            else:
-                self._wake()
+        self.raise_unclaimed()
+        if self._closed:
+            raise Refused(f"{ticket.label}: the store is closed")
+        self._inbox.append((ticket, ticket.priority))
+        self._ring()
 
     def wait_for(self, ticket: Ticket) -> None:
         self.check_process()
-        with self.lock:
-            for earlier in self._chains.get(ticket.key, ()):
-                self._urge(earlier, Priority.NOW)
-                if earlier is ticket:
-                    break
         start = time.monotonic()
         try:
+            if ticket.work is not None:
+                self._inbox.append((ticket, Priority.NOW))
+                self._ring()
             while not ticket.sleep(_SLICE):
                 if time.monotonic() - start > self.deadline:
                     raise DiskStalled(ticket.label, self.deadline)
+                self._ring()
         finally:
             self._waited(start)
             if (observer := self.traffic.observer) is not None:
@@ -156,14 +167,16 @@ class _Line:
         start = last = time.monotonic()
         try:
             with self.lock:
-                limit = next(self._sequence)
-                count = len(self.pending)
-                while self.pending and next(iter(self.pending)) < limit:
-                    self._progress.wait(_SLICE)
-                    if len(self.pending) != count:
-                        count, last = len(self.pending), time.monotonic()
+                tickets = dict.fromkeys((*self.pending.values(), *(ticket for ticket, _ in list(self._inbox))))
+            self._ring()
+            count = self._finished
+            for ticket in tickets:
+                while not ticket.over.wait(_SLICE):
+                    if self._finished != count:
+                        count, last = self._finished, time.monotonic()
                     if time.monotonic() - last > self.deadline:
-                        raise DiskStalled(next(iter(self.pending.values())).label, self.deadline)
+                        raise DiskStalled(ticket.label, self.deadline)
+                    self._ring()
         finally:
             self._waited(start)
 
@@ -182,11 +195,39 @@ class _Line:
         with self.lock:
             self.traffic.wait_seconds += time.monotonic() - start
 
-    # ---- the heap; under the lock ----
+    def _ring(self) -> None:
+        """Have the inbox looked at: wake a thread, or start one."""
+        self._bell.put(None)
+        if not self._idle:
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        if len(self.workers) >= self._max_workers:
+            if all(worker.is_alive() for worker in self.workers):
+                return
+            self.workers[:] = [worker for worker in self.workers if worker.is_alive()]  # an interrupt came before it began
+        worker = threading.Thread(target=_serve, args=(self,), name=f"lowtide-io-{len(self.workers)}", daemon=True)
+        self.workers.append(worker)
+        worker.start()
+
+    # ---- the heap; under the lock, by the threads only (and by who closes) ----
+
+    def _look_at_inbox(self) -> None:
+        while self._inbox:
+            ticket, priority = self._inbox.popleft()
+            if ticket.sequence < 0:
+                ticket.sequence = next(self._sequence)
+                self._chains.setdefault(ticket.key, deque()).append(ticket)
+                self.pending[ticket.sequence] = ticket
+                if self._chains[ticket.key][0] is ticket:
+                    self._push(ticket)
+            for earlier in self._chains.get(ticket.key, ()) if ticket.sequence in self.pending else ():
+                self._urge(earlier, priority)
+                if earlier is ticket:
+                    break
 
     def _push(self, ticket: Ticket) -> None:
         heapq.heappush(self._heap, (ticket.priority, ticket.sequence, ticket))
-        self._wake()
 
     def _urge(self, ticket: Ticket, priority: int) -> None:
         """Make a request at least so urgent. Its old entry in the heap stays and is skipped later."""
@@ -195,34 +236,38 @@ class _Line:
             if ticket.work is not None and self._chains[ticket.key][0] is ticket:
                 self._push(ticket)
 
-    def _wake(self) -> None:
-        if self._idle:
-            self._idle -= 1  # by the one who wakes it: until it has the lock it would still look idle to the next request
-            self._ready.notify()
-        elif len(self.workers) < self._max_workers and self._heap:
-            name = f"lowtide-io-{len(self.workers)}"
-            worker = threading.Thread(target=_serve, args=(self,), name=name, daemon=True)
-            worker.start()
-            self.workers.append(worker)
-
     # ---- the threads ----
 
     def take(self) -> tuple[Ticket, Callable[[], None]] | None:
         """The most urgent request, with its work; sleeps until there is one. None: the line is closed."""
-        with self.lock:
-            while True:
-                while self._heap:
-                    priority, _, ticket = heapq.heappop(self._heap)
-                    work = ticket.work
-                    if work is not None and priority == ticket.priority:
-                        ticket.work = None  # started: from here on only the thread holds it
-                        self._begin()
-                        return ticket, work
-                    del ticket, work
+        while True:
+            with self.lock:
+                with suppress(queue.Empty):
+                    while True:  # what was rung for is in the inbox by now
+                        self._bell.get_nowait()
+                self._look_at_inbox()
+                job = self._most_urgent()
+                if job is not None:
+                    self._begin()
+                    if self._heap:
+                        self._ring()
+                    return job
                 if self._closed:
+                    self._bell.put(None)  # for the next thread
                     return None
                 self._idle += 1
-                self._ready.wait()
+            self._bell.get()
+            with self.lock:
+                self._idle -= 1
+
+    def _most_urgent(self) -> tuple[Ticket, Callable[[], None]] | None:
+        while self._heap:
+            priority, _, ticket = heapq.heappop(self._heap)
+            work = ticket.work
+            if work is not None and priority == ticket.priority:
+                ticket.work = None  # started: from here on only the thread holds it
+                return ticket, work
+        return None
 
     def _begin(self) -> None:
         if not self._running:
@@ -249,6 +294,7 @@ class _Line:
                     del self._chains[ticket.key]
                 elif chain[0].work is not None:
                     self._push(chain[0])
+                    self._ring()
             callbacks = ticket.settle(failure)
         for callback in callbacks:
             try:
@@ -258,25 +304,26 @@ class _Line:
                     self._unclaimed.append((None, error))
         with self.lock:
             del self.pending[ticket.sequence]
-            self._progress.notify_all()
+            self._finished += 1
+        ticket.over.set()
 
     def abandon(self) -> None:
         """The threads end when nothing is left to do. Changes nothing else: a garbage collection may call it anywhere."""
         if os.getpid() == self.pid:
-            with self.lock:
-                self._closed = True
-                self._ready.notify_all()
+            self._closed = True
+            self._bell.put(None)
 
     def close(self) -> None:
         """Requests that have not started fail; the threads end after the ones they are at. Idempotent, does not wait."""
         with self.lock:
             self._closed = True
+            self._look_at_inbox()
             waiting = [ticket for ticket in self.pending.values() if ticket.work is not None]
             works = [ticket.work for ticket in waiting]  # let go outside the lock: they may be the last to hold the store
             for ticket in waiting:
                 ticket.work = None
             self._heap.clear()
-            self._ready.notify_all()
+            self._bell.put(None)
         for ticket in waiting:
             self.finish(ticket, Refused(f"{ticket.label}: the store was closed before it was done"))
         works.clear()
