@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import xxhash
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.api import engine_of
 from lowtide.checkpoint import tree
 from lowtide.checkpoint.folder import OpenFolder
 from lowtide.checkpoint.manifest import MANIFEST, File, Manifest, parse_manifest, parse_table, table_name, to_text
@@ -83,6 +85,18 @@ class Forger:
         files = {name: text for name, text in self.files.items() if name != MANIFEST}
         files[TABLE] = table
         return {**files, MANIFEST: self.manifest_for(files)}
+
+    def resealed(self, table: Any, payload: bytes, *blocks: list[Any]) -> dict[str, bytes]:
+        """All files with another payload, of which ``blocks`` of the table get the checksums."""
+        for block in blocks:
+            block[3] = xxhash.xxh3_64_intdigest(payload[block[1] : block[1] + block[2]])
+        files = {n: t for n, t in self.files.items() if n != MANIFEST} | {TABLE: json.dumps(table).encode(), PAYLOAD: payload}
+        return {**files, MANIFEST: self.manifest_for(files)}
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether a load that failed has left the model so that it has to be loaded anew."""
+        return engine_of(self.model).poisoned_by is not None
 
     def write(self, files: dict[str, bytes]) -> None:
         for name in set(os.listdir(self.path)) - files.keys():

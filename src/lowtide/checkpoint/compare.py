@@ -18,8 +18,8 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from lowtide.checkpoint import tree
-from lowtide.checkpoint.described import described, refuse_strides
-from lowtide.checkpoint.source import ParamFacts, Source, open_source
+from lowtide.checkpoint.described import ParamFacts
+from lowtide.checkpoint.source import Source, open_source
 from lowtide.runtime.contents import PARAMETERS
 
 _PIECE = 1 << 20
@@ -212,7 +212,7 @@ class _Comparing:
 
 def _matched(one: Source, two: Source) -> Iterator[tuple[str | None, str | None]]:
     """The parameters of both; a tied one may be there under another of its names."""
-    others, mine = described(two).aliases, described(one).aliases
+    others, mine = two.model.aliases, one.model.aliases
     name_of = {n: n for n in one.parameters} | {a: n for a, n in mine.items() if n in one.parameters}
     names_of_other: dict[str, list[str]] = {name: [name] for name in two.parameters}
     for alias, name in others.items():
@@ -237,7 +237,6 @@ def _reader(source: Source, kind: str, name: str) -> _Read:
 def _reordered(source: Source, kind: str, name: str, like: ParamFacts, dtype: torch.dtype) -> _Read:
     """The elements in the order in which the other side keeps them: dimension after dimension, the widest steps first."""
     facts = source.parameters[name]
-    refuse_strides(source, name, facts)
     flat = torch.empty(facts.numel, dtype=dtype)
     source.read_into(kind, name, 0, facts.numel, flat)
     widest_first = sorted(range(len(like.stride)), key=lambda d: -like.stride[d])
@@ -304,14 +303,14 @@ def _as_shown(a: _Leaf, b: _Leaf) -> tuple[str, str]:
 
 
 def _buffer_leaves(source: Source) -> dict[str, _Leaf]:
-    buffers: JsonValue = described(source).buffers
+    buffers: JsonValue = source.model.buffers
     return {} if not buffers else {path.removeprefix("."): _Leaf(source, 0, value) for path, value in _leaves(buffers, "")}
 
 
 def _value_leaves(source: Source) -> Iterator[tuple[str, _Leaf]]:
     """Everything that is not a tensor of the model, by a path that says what it is."""
     yield "step", _Leaf(source, 0, source.manifest.step)
-    model = described(source).model_dump(include={"optimizer", "groups", "scale", "extra"})
+    model = source.model.model_dump(include={"optimizer", "groups", "scale", "extra"})
     for key, part in model.items():
         yield from ((path, _Leaf(source, 0, value)) for path, value in _leaves(part, key))
     small: dict[str, tuple[int, JsonValue]] = {}

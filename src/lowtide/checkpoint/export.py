@@ -22,11 +22,11 @@ from torch import Tensor
 
 from lowtide.checkpoint import folder, tree
 from lowtide.checkpoint.appearing import Counter, Exported, PathLike, Report, appearing, refuse_taken, write_table
-from lowtide.checkpoint.described import described, refuse_strides
+from lowtide.checkpoint.described import ParamFacts
 from lowtide.checkpoint.manifest import DTYPES, OBJECT, PIECE_BYTES, File, Table
 from lowtide.checkpoint.payload import SAFETENSORS_DTYPES, Entry, PayloadWriter
 from lowtide.checkpoint.snapshot import TableBuilder
-from lowtide.checkpoint.source import ParamFacts, Source, open_source
+from lowtide.checkpoint.source import Source, open_source
 from lowtide.errors import ArgumentError, CheckpointCorrupted, Refused
 from lowtide.runtime.contents import PARAMETERS
 
@@ -90,15 +90,12 @@ def export_hf(
 def _parameters(source: Source, dtype: torch.dtype | None) -> Iterator[_Weight]:
     for name, facts in source.parameters.items():
         wanted = dtype if dtype is not None and facts.dtype.is_floating_point else facts.dtype
-        source.refuse_gaps(PARAMETERS, name, facts.numel)
         _refuse_unnamed(name, wanted)
         yield _Weight(Entry(name, wanted, facts.shape), facts=facts)
 
 
 def _buffers(source: Source, dtype: torch.dtype | None) -> Iterator[_Weight]:
-    for name, row in described(source).buffers.items():
-        if name in source.parameters:
-            raise CheckpointCorrupted(f"{name[:100]!r} is a parameter and a buffer", str(source.path))
+    for name, row in source.model.buffers.items():
         value = _decode(source, row)  # one at a time: a model may have large ones
         if not isinstance(value, Tensor):
             raise CheckpointCorrupted(f"the buffer {name!r} is not a tensor", str(source.path))
@@ -137,7 +134,7 @@ def _cut(weights: list[_Weight], shard_bytes: int) -> list[list[_Weight]]:
 def _write_shards(source: Source, shards: list[list[_Weight]], working: Path, counter: Counter) -> list[str]:
     count = len(shards)
     names = [_SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    aliases = described(source).aliases
+    aliases = source.model.aliases
     for file, weights in zip(names, shards, strict=True):
         own = {w.entry.name for w in weights}
         # the other names of tied parameters, as safetensors' own writer notes them; transformers asks for the format
@@ -183,7 +180,6 @@ def _in_order(source: Source, entry: Entry, facts: ParamFacts) -> Iterator[Tenso
 
 def _reordered(source: Source, entry: Entry, facts: ParamFacts) -> Iterator[Tensor]:
     """A file holds rows; these elements lie in memory in another order, so the tensor has to be here whole."""
-    refuse_strides(source, entry.name, facts)
     kind = source.best(PARAMETERS, entry.name, entry.dtype) or PARAMETERS
     whole = torch.empty(facts.numel, dtype=entry.dtype)
     source.read_into(kind, entry.name, 0, facts.numel, whole)

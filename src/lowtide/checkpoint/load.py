@@ -158,14 +158,14 @@ class _Loading:
     def __init__(self, engine: Engine, optimizer: Optimizer | None, wish: Wish, source: Source) -> None:
         self._engine, self._optimizer, self._wish, self._source = engine, optimizer, wish, source
         self._contents = Contents(engine, optimizer)
-        self._model: Any = source.tables[0].objects["model"]
+        self._model = source.model
         self._names = self._matched()
         self._done = 0
         self._total = sum(u.layout.shard_bytes(engine.group.shard.rank) for u in engine.units)
 
     def _matched(self) -> dict[str, str]:
         """Names of this model to names in the checkpoint; tied parameters may have been saved under another of theirs."""
-        saved, others = self._source.parameters, self._model.get("aliases") or {}
+        saved, others = self._source.parameters, self._model.aliases
         mine: dict[str, list[str]] = {}
         for alias, name in objects.aliases(self._engine).items():
             mine.setdefault(name, []).append(alias)
@@ -183,7 +183,7 @@ class _Loading:
             shape = self._source.parameters[saved].shape
             if tuple(here[name].shape) != shape:
                 raise self._mismatch(f"{name!r} is {tuple(here[name].shape)} here and {shape} in the checkpoint")
-        if self._optimizer is not None and self._model.get("groups") is None and self._wish.strict:
+        if self._optimizer is not None and self._model.groups is None and self._wish.strict:
             raise self._mismatch("it was saved without an optimizer")
         if self._wish.strict:
             missing = [n for n in here if n not in self._names]
@@ -199,14 +199,15 @@ class _Loading:
                 raise self._mismatch(f"it has no state {lacking[0]!r}")
 
     def _compare_groups(self) -> None:
-        if self._optimizer is None or self._model.get("groups") is None:
+        saved = self._model.groups
+        if self._optimizer is None or saved is None:
             return
-        saved, here = self._model["groups"], self._optimizer.param_groups
+        here = self._optimizer.param_groups
         if len(saved) != len(here):
             raise self._mismatch(f"the optimizer has {len(here)} groups here and {len(saved)} in the checkpoint")
         for number, (old, new) in enumerate(zip(saved, here, strict=True)):
             names = [self._names.get(self._engine.name_of[p]) for p in new["params"]]
-            if sorted(map(str, names)) != sorted(map(str, old["parameters"])):
+            if sorted(map(str, names)) != sorted(old.parameters):
                 raise self._mismatch(f"group {number} of the optimizer has other parameters")
 
     def _mismatch(self, problem: str) -> CheckpointMismatch:
@@ -218,21 +219,21 @@ class _Loading:
         """Replace every number of the model and the optimizer."""
         engine = self._engine
         engine.residency.forget()
-        if self._optimizer is not None and self._model.get("groups") is not None:
+        if self._optimizer is not None and self._model.groups is not None:
             self._load_small_states(self._optimizer)
         for unit in engine.units:
             for kind in self._kinds(unit):
                 for number in range(len(unit.chunks)):
                     self._load_chunk(unit, kind, number)
         self._load_buffers()
-        engine.scale.restore(self._model["scale"])
+        engine.scale.restore(self._model.scale.model_dump())
         engine.steps_taken = self._source.manifest.step
         engine.after_load()
 
     def _kinds(self, unit: Unit) -> list[str]:
         """What is loaded: without saved states, those that are here stay as they are."""
         kinds = self._contents.kinds(unit)
-        return kinds if self._model.get("groups") is not None else [k for k in kinds if not k.startswith(STATE)]
+        return kinds if self._model.groups is not None else [k for k in kinds if not k.startswith(STATE)]
 
     def _load_chunk(self, unit: Unit, kind: str, number: int) -> None:
         names = [self._names.get(unit.names[part.index]) for part in unit.chunks[number].parts]
@@ -274,16 +275,17 @@ class _Loading:
 
     def _load_small_states(self, optimizer: Optimizer) -> None:
         self._contents.forget_states()
-        saved = self._small_states()
+        saved = self._source.small_states()
         for unit in self._engine.units:
             for param, own in zip(unit.params, unit.names, strict=True):
                 name = self._names.get(own)
                 if name in saved and self._contents.holds(param):
                     rank, row = saved[name]
                     self._set_states(param, name, self._decode(row, rank))
-        if len(optimizer.param_groups) == len(self._model["groups"]):
-            for group, old in zip(optimizer.param_groups, self._model["groups"], strict=True):
-                options = self._decode(old["options"], 0)
+        groups = self._model.groups or []
+        if len(optimizer.param_groups) == len(groups):
+            for group, old in zip(optimizer.param_groups, groups, strict=True):
+                options = self._decode(old.options, 0)
                 group.update({key: value for key, value in options.items() if key not in ("params", "param_names")})
 
     def _set_states(self, param: nn.Parameter, name: str, small: dict[str, Any]) -> None:
@@ -291,21 +293,12 @@ class _Loading:
         large = {kind.removeprefix(STATE): self._source.dtype(kind, name) or torch.float32 for kind in kinds}
         self._contents.set_states(param, small, large)
 
-    def _small_states(self) -> dict[str, tuple[int, Any]]:
-        """By name of the parameter: the rank that has them, and what they are."""
-        out: dict[str, tuple[int, Any]] = {}
-        for table in self._source.tables:
-            rows: Any = table.objects.get("small")
-            for name, row in (rows if isinstance(rows, dict) else {}).items():
-                out.setdefault(name, (table.rank, row))
-        return out
-
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def _load_buffers(self) -> None:
-        saved = self._decode(self._model["buffers"], 0)
+        saved = self._model.buffers
         for name, buffer in objects.persistent_buffers(self._engine.model).items():
-            value = saved.get(name)
+            value = self._decode(saved[name], 0) if name in saved else None
             if value is None and name in self._source.parameters:  # imported weights do not tell the two apart
                 value = torch.empty(self._source.parameters[name].shape, dtype=self._source.parameters[name].dtype)
                 self._source.read_into(PARAMETERS, name, 0, value.numel(), value.view(-1))
@@ -326,12 +319,12 @@ class _Loading:
         mine = self._source.tables[rank if same else 0]
         saved: Any = mine.objects["state"]
         state = {name: self._decode(saved[name], mine.rank) for name in self._wish.state if name in saved}
-        random = self._decode(mine.objects["rng"], mine.rank) if same else None  # or imported: there are none
-        return state, random, self._decode(self._model["extra"], 0)
+        random = self._source.random_states(mine.rank) if same else None  # or imported: there are none
+        return state, random, self._decode(self._model.extra, 0)
 
     def _saved_state(self) -> dict[str, Any]:
-        saved: Any = self._source.tables[0].objects.get("state")
-        return saved if isinstance(saved, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+        saved: Any = self._source.tables[0].objects["state"]
+        return saved
 
     def _decode(self, value: Any, rank: int) -> Any:
         def get(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -42,6 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 _FILE_NAME = r"^[a-z0-9][a-z0-9.-]{0,99}$"
+_KIND = r"^(parameters|masters|object|optimizer\.(?s:.+))$"
 _TAIL = re.compile(rb'"digest":"([0-9a-f]{32})"}\n\Z')
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
@@ -113,7 +114,7 @@ class Block(NamedTuple):
 class Kind(NamedTuple):
     """A kind of bytes, and the dtype of its elements."""
 
-    kind: Annotated[str, Field(max_length=300)]
+    kind: Annotated[str, Field(max_length=300, pattern=_KIND)]
     dtype: Annotated[str, Field(max_length=20)]
 
 
@@ -157,7 +158,7 @@ def parse_manifest(text: bytes, where: str) -> Manifest:
         manifest = Manifest.model_validate_json(text)
     except (ValidationError, RecursionError) as error:
         _refuse_other_version(text, where)
-        raise CheckpointCorrupted(f"its manifest is not valid: {_first_problem(error)}", where) from None
+        raise CheckpointCorrupted(f"its manifest is not valid: {first_problem(error)}", where) from None
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise CheckpointCorrupted("its manifest lists a file twice", where)
     for rank in range(min(manifest.world_size, len(manifest.files) + 1)):  # more ranks than files cannot all be there
@@ -170,7 +171,7 @@ def parse_table(text: bytes, manifest: Manifest, rank: int, where: str) -> Table
     try:
         table = Table.model_validate_json(text)
     except (ValidationError, RecursionError) as error:
-        raise CheckpointCorrupted(f"the table of rank {rank} is not valid: {_first_problem(error)}", where) from None
+        raise CheckpointCorrupted(f"the table of rank {rank} is not valid: {first_problem(error)}", where) from None
     if table.rank != rank:
         raise CheckpointCorrupted(f"the table of rank {rank} is that of rank {table.rank}", where)
     sizes = [manifest.file(name).nbytes for name in table.files]
@@ -206,7 +207,8 @@ def _refuse_other_version(text: bytes, where: str) -> None:
         raise CheckpointTooNew(where, found.version, VERSION, found.lowtide[:40])
 
 
-def _first_problem(error: Exception) -> str:
+def first_problem(error: Exception) -> str:
+    """What a parser found first, in a few words."""
     if not isinstance(error, ValidationError):
         return "nested too deeply"
     first: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]

@@ -1,5 +1,8 @@
 """A checkpoint, open for reading: any elements of any kind of any parameter, checked on the way.
 
+What can be said of it without a model is checked when it is opened, by everybody who opens one: to load it, to verify it, to
+convert or compare it. So none of them takes what another refuses.
+
 Blocks are read whole, because their checksums are of the whole; the last few stay in memory, because what a reader asks for
 next is mostly in the same block.
 """
@@ -7,22 +10,24 @@ next is mostly in the same block.
 from __future__ import annotations
 
 import bisect
+import functools
+import itertools
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import xxhash
 from torch import Tensor
 
-from lowtide.checkpoint import folder
+from lowtide.checkpoint import folder, rng, tree
+from lowtide.checkpoint.described import ParamFacts, describe
 from lowtide.checkpoint.manifest import DTYPES, OBJECT, TABLE_LIMIT, Manifest, Table, parse_table, table_name
 from lowtide.errors import CheckpointCorrupted
-from lowtide.runtime.contents import PARAMETERS
+from lowtide.runtime.contents import PARAMETERS, STATE
 from lowtide.runtime.stream import MASTERS
 
 _KEPT_BLOCKS = 2
@@ -38,19 +43,6 @@ class _Where(NamedTuple):
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class ParamFacts:
-    """What the checkpoint says of one parameter."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
 class Source:
     """See the module's docstring."""
 
@@ -59,17 +51,27 @@ class Source:
         self.path = opened.path
         self.tables: list[Table] = [self._read_table(rank) for rank in range(manifest.world_size)]
         self._file_bytes = sum(file.nbytes for file in manifest.files)
-        self.parameters = self._parameters()
+        self.model, self.parameters = describe(self.tables[0].objects, str(self.path))
         self._index: dict[tuple[str, str], list[_Where]] = defaultdict(list)
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}
         for number, table in enumerate(self.tables):
             self._add(number, table)
-        for rows in self._index.values():
-            rows.sort()
         self._kinds_of: dict[str, list[str]] = defaultdict(list)
         for kind, name in self._dtypes:
-            if name in self.parameters and not kind.startswith(OBJECT):
+            if name in self.parameters and not kind.startswith(f"{OBJECT} "):
                 self._kinds_of[name].append(kind)
+        self._refuse_blocks_in_two()
+        for (kind, name), rows in self._index.items():
+            rows.sort()
+            self._refuse_gaps(kind, name, rows)
+        for name, facts in self.parameters.items():
+            self._refuse_parts(name, facts)
+        for table in self.tables:
+            self._refuse_values(table)
+        known = self.small_states()
+        for name in self.parameters:
+            if name not in known and any(kind.startswith(STATE) for kind in self.kinds(name)):
+                raise self._corrupted(f"of {name[:100]!r} it has large states of the optimizer, and not the small ones")
         self._kept: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
 
     def _read_table(self, rank: int) -> Table:
@@ -79,30 +81,100 @@ class Source:
             raise self._corrupted(f"{file.name} is not what was written")
         return parse_table(text, self.manifest, rank, str(self.path))
 
-    def _parameters(self) -> dict[str, ParamFacts]:
-        out: dict[str, ParamFacts] = {}
-        try:
-            rows: Any = self.tables[0].objects["model"]
-            for name, row in rows["parameters"].items():
-                shape, stride = (tuple(row[key]) for key in ("shape", "stride"))
-                sizes = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *stride))
-                if len(shape) != len(stride) or len(shape) > 64 or not sizes:
-                    raise ValueError(name)
-                out[name] = ParamFacts(shape, stride, DTYPES[row["dtype"]])
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-            raise self._corrupted(f"the table of rank 0 does not describe the model: {error!s:.80}") from None
-        return out
-
     def _add(self, number: int, table: Table) -> None:
         for at, block in enumerate(table.blocks):
             for part in block.parts:
                 kind, name = table.kinds[part.kind], table.names[part.name]
                 key = (f"{OBJECT} {table.rank}" if kind.kind == OBJECT else kind.kind, name)
                 if self._dtypes.setdefault(key, DTYPES[kind.dtype]) is not DTYPES[kind.dtype]:
-                    raise self._corrupted(f"{kind.kind} of {name!r} has two dtypes")
+                    raise self._corrupted(f"{kind.kind} of {name[:100]!r} has two dtypes")
                 if kind.kind != OBJECT and (name not in self.parameters or part.hi > self.parameters[name].numel):
-                    raise self._corrupted(f"{kind.kind} of {name!r} does not belong to the model")
-                self._index[key].append(_Where(part.lo, part.hi, number, at, part.at))
+                    raise self._corrupted(f"{kind.kind} of {name[:100]!r} does not belong to the model")
+                if part.lo < part.hi:
+                    self._index[key].append(_Where(part.lo, part.hi, number, at, part.at))
+
+    # -- what is wrong with it, as far as that can be known without reading a block ------------------------------------
+
+    def _refuse_blocks_in_two(self) -> None:
+        """No byte of a file belongs to two blocks: reading all of them reads no file more than once."""
+        places: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for table in self.tables:
+            for block in table.blocks:
+                if block.nbytes:
+                    places[table.files[block.file]].append((block.offset, block.offset + block.nbytes))
+        for file, spans in places.items():
+            spans.sort()
+            for (_, end), (start, _) in itertools.pairwise(spans):
+                if start < end:
+                    raise self._corrupted(f"two blocks of {file} have byte {start} in common")
+
+    def _refuse_gaps(self, kind: str, name: str, rows: list[_Where]) -> None:
+        """Every element is in one place: from 0 to the end of the parameter, or of what there is of another tensor."""
+        end = 0
+        for row in rows:
+            if row.lo != end:
+                how = "in no file" if row.lo > end else "in two places"
+                raise self._corrupted(f"elements {min(end, row.lo)}:{max(end, row.lo)} of {kind} of {name[:100]!r} are {how}")
+            end = row.hi
+        if not kind.startswith(f"{OBJECT} ") and end != self.parameters[name].numel:
+            raise self._corrupted(f"elements from {end} on of {kind} of {name[:100]!r} are in no file")
+
+    def _refuse_parts(self, name: str, facts: ParamFacts) -> None:
+        """Values, a master and states are all there, as numbers of the same sort."""
+        found = self.dtype(PARAMETERS, name)
+        if found is not facts.dtype and (facts.numel or found is not None):
+            raise self._corrupted(f"{name[:100]!r} is {facts.dtype}, and {found or 'nothing'} in the files")
+        for kind in self.kinds(name):
+            dtype = self.dtype(kind, name) or facts.dtype
+            if facts.numel and (kind, name) not in self._index:
+                raise self._corrupted(f"elements of {kind} of {name[:100]!r} are in no file")
+            if kind == MASTERS and _sort(dtype) != _sort(facts.dtype):
+                raise self._corrupted(f"{name[:100]!r} is {facts.dtype}, and its master {dtype}")
+
+    def _refuse_values(self, table: Table) -> None:
+        """All that is no part of a parameter can be decoded, and is what the format says."""
+        where = str(self.path)
+
+        def look(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+            self._look_at(table.rank, name, shape, dtype)
+
+        objects = table.objects
+        for key in ("small", "state"):
+            if not isinstance(objects.get(key), dict):
+                raise self._corrupted(f"the table of rank {table.rank} has no {key!r}")
+        small: Any = objects["small"]
+        for name, states in small.items():
+            known = {kind.removeprefix(STATE) for kind in self.kinds(name) if kind.startswith(STATE)}
+            if name not in self.parameters or not isinstance(states, dict) or states.get("$", "dict") != "dict":
+                raise self._corrupted(f"the small states of {name[:100]!r} of rank {table.rank} are none")
+            if (twice := known & set(states)) and "$" not in states:
+                raise self._corrupted(f"the state {min(twice)[:100]!r} of {name[:100]!r} is there twice")
+        if "rng" not in objects:
+            raise self._corrupted(f"the table of rank {table.rank} has no 'rng'")
+        for value in (objects["rng"], *small.values(), *cast("dict[str, Any]", objects["state"]).values()):
+            tree.check(value, look, where)
+        if table.rank == 0:
+            options: list[Any] = [group.options for group in self.model.groups or ()]
+            for value in (*self.model.buffers.values(), *options, self.model.extra):
+                tree.check(value, look, where)
+
+    def random_states(self, rank: int) -> dict[str, Any] | None:
+        """Of a rank that wrote a part of it; None if it was imported. Checked: a generator may have them."""
+        saved = self.tables[rank].objects["rng"]
+        if saved is None:
+            return None
+        found = tree.decode(saved, functools.partial(self.object, rank), str(self.path))
+        if (problem := rng.problem_of(found)) is not None:
+            raise self._corrupted(f"the random numbers of rank {rank}: {problem}")
+        return found
+
+    def small_states(self) -> dict[str, tuple[int, Any]]:
+        """By name of the parameter: the rank that has its small states, and what they are, encoded."""
+        out: dict[str, tuple[int, Any]] = {}
+        for table in self.tables:
+            for name, row in cast("dict[str, Any]", table.objects["small"]).items():
+                out.setdefault(name, (table.rank, row))
+        return out
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -132,17 +204,20 @@ class Source:
 
     def object(self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor that belongs to no parameter."""
-        kind = f"{OBJECT} {rank}"
-        if self._dtypes.get((kind, name), dtype) is not dtype:
-            raise self._corrupted(f"{name[:100]!r} of rank {rank} has another dtype")
-        rows = self._index.get((kind, name), [])
-        count = math.prod(shape)
-        if count * dtype.itemsize > self._file_bytes:
-            raise self._corrupted(f"{name[:100]!r} of rank {rank} is larger than all files")
-        self.refuse_gaps(kind, name, count)
-        out = torch.empty(count, dtype=dtype)
-        self._fill(rows, dtype, name, 0, count, out)
+        self._look_at(rank, name, shape, dtype)
+        out = torch.empty(math.prod(shape), dtype=dtype)
+        self._fill(self._index.get((f"{OBJECT} {rank}", name), []), dtype, name, 0, out.numel(), out)
         return out.reshape(shape)
+
+    def _look_at(self, rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Raise unless rank ``rank`` wrote such a tensor; then the files have all of its elements."""
+        key = (f"{OBJECT} {rank}", name)
+        if self._dtypes.get(key) is not dtype:
+            raise self._corrupted(f"{name[:100]!r} of rank {rank} is not there, or has another dtype")
+        rows = self._index.get(key, [])
+        end = rows[-1].hi if rows else 0
+        if math.prod(shape) != end:
+            raise self._corrupted(f"{name[:100]!r} of rank {rank} has {end} elements, which is not the shape {str(shape)[:80]}")
 
     def _fill(self, rows: list[_Where], dtype: torch.dtype | None, what: str, lo: int, hi: int, out: Tensor) -> None:
         at = max(bisect.bisect_right(rows, lo, key=lambda row: row.lo) - 1, 0)
@@ -156,16 +231,6 @@ class Source:
             raw = self._block(row.table, row.block)[start : start + (end - done) * dtype.itemsize]
             out[done - lo : end - lo].copy_(_typed(raw, dtype))
             done, at = end, at + 1
-
-    def refuse_gaps(self, kind: str, name: str, numel: int) -> None:
-        """Raise unless elements 0 to ``numel`` are there."""
-        end = 0
-        for row in self._index.get((kind, name), []):
-            if row.lo != end:
-                break
-            end = row.hi
-        if end != numel:
-            raise self._corrupted(f"elements from {end} on of {kind} of {name[:100]!r} are in no file, or in two")
 
     def _block(self, table: int, number: int) -> Tensor:
         key = (table, number)
@@ -195,6 +260,10 @@ class Source:
 
     def _corrupted(self, problem: str) -> CheckpointCorrupted:
         return CheckpointCorrupted(problem, str(self.path))
+
+
+def _sort(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_complex, dtype.is_floating_point
 
 
 def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
@@ -236,12 +305,6 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> in
                 if table.files[block.file] in spools:
                     source.read_block(number, at)
                     note(block.nbytes)
-        _refuse_gaps(source)
+        for rank in range(manifest.world_size):
+            source.random_states(rank)
     return checked
-
-
-def _refuse_gaps(source: Source) -> None:
-    """Every element of every parameter is somewhere."""
-    for name, facts in source.parameters.items():
-        for kind in {PARAMETERS, *source.kinds(name)}:
-            source.refuse_gaps(kind, name, facts.numel)

@@ -80,9 +80,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 def contents(source: Source, *, tensors: bool, json: bool) -> None:
     """``show``."""
-    from lowtide.checkpoint.described import described
-
-    model = described(source)
+    model = source.model
     states = source.tables[0].objects.get("state")
     facts: dict[str, Any] = {
         "path": str(source.path),
@@ -111,7 +109,6 @@ def _kinds(source: Source) -> dict[str, int]:
     out: dict[str, int] = {}
     for name, facts in source.parameters.items():
         for kind in source.kinds(name):
-            source.refuse_gaps(kind, name, facts.numel)
             dtype = source.dtype(kind, name)
             out[kind] = out.get(kind, 0) + facts.numel * (dtype.itemsize if dtype is not None else 0)
     return out
