@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import lowtide
 from lowtide.api import engine_of
@@ -54,26 +56,33 @@ class Kept:
         self.value = value
 
 
+def _in_two_groups(params: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.1}])
+
+
 class Forger:
     """See the module's docstring. ``folder`` is better in memory (/dev/shm): every forgery is written."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, make: Callable[..., Optimizer] = _in_two_groups, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = Small()
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:], "lr": 0.1}])
-        lowtide.shard(self.model, self.optimizer, stage=0)
+        self.optimizer = make([p for p in self.model.parameters() if p.requires_grad])
+        lowtide.shard(self.model, self.optimizer, **{"stage": 0, **options})
         self.kept = Kept()
         for _ in range(2):
-            self.model(torch.randn(4, 6)).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.train()
         self.path = folder / "step-2"
         extra = {"epoch": 3, "nested": {"a": (1, 2.5, None), 7: [True, float("inf")]}, "tensor": torch.arange(5)}
         lowtide.save(self.path, self.model, self.optimizer, state={"kept": self.kept}, extra=extra).wait()
         self.files = {path.name: path.read_bytes() for path in self.path.iterdir()}
         self.manifest = parse_manifest(self.files[MANIFEST], str(self.path))
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+
+    def train(self) -> None:
+        """One step."""
+        self.model(torch.randn(4, 6)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def manifest_for(self, files: dict[str, bytes]) -> bytes:
         """A manifest that lists ``files`` as they are."""

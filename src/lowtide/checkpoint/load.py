@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowtide.checkpoint import folder, objects, rng, tree
+from lowtide.checkpoint.described import Group
+from lowtide.checkpoint.fitting import Fitting, Saved, Unfit, Unusable
 from lowtide.checkpoint.source import Source, open_source
 from lowtide.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch, CheckpointTooNew, Error, NoCheckpoint
 from lowtide.runtime.contents import PARAMETERS, STATE, Contents
@@ -160,6 +162,8 @@ class _Loading:
         self._contents = Contents(engine, optimizer)
         self._model = source.model
         self._names = self._matched()
+        self._options: list[dict[str, Any]] | None = None
+        self._states: dict[nn.Parameter, Saved] = {}
         self._done = 0
         self._total = sum(u.layout.shard_bytes(engine.group.shard.rank) for u in engine.units)
 
@@ -178,11 +182,17 @@ class _Loading:
 
     def compare(self) -> None:
         """Raise CheckpointMismatch if the checkpoint is of another model; nothing has changed yet."""
-        here = {n: s for unit in self._engine.units for n, s in zip(unit.names, unit.layout.params, strict=True)}
+        here = {
+            name: (tuple(spec.shape), dtypes.param)
+            for unit in self._engine.units
+            for name, spec, dtypes in zip(unit.names, unit.layout.params, unit.dtypes, strict=True)
+        }
         for name, saved in self._names.items():
-            shape = self._source.parameters[saved].shape
-            if tuple(here[name].shape) != shape:
-                raise self._mismatch(f"{name!r} is {tuple(here[name].shape)} here and {shape} in the checkpoint")
+            (shape, dtype), facts = here[name], self._source.parameters[saved]
+            if shape != facts.shape:
+                raise self._mismatch(f"{name!r} is {shape} here and {facts.shape} in the checkpoint")
+            if facts.dtype.is_complex and not dtype.is_complex:
+                raise self._mismatch(f"{name!r} is {dtype} here and {facts.dtype} in the checkpoint")
         if self._optimizer is not None and self._model.groups is None and self._wish.strict:
             raise self._mismatch("it was saved without an optimizer")
         if self._wish.strict:
@@ -197,6 +207,30 @@ class _Loading:
             lacking = sorted(set(self._wish.state) - set(self._saved_state()))
             if lacking:
                 raise self._mismatch(f"it has no state {lacking[0]!r}")
+        if self._optimizer is not None and self._model.groups is not None:
+            self._compare_states(self._optimizer, self._model.groups)
+
+    def _compare_states(self, optimizer: Optimizer, groups: list[Group]) -> None:
+        """What the optimizer will get, or an error that says why it cannot go on from there."""
+        fitting = Fitting(optimizer, self._contents, self._model.optimizer, strict=self._wish.strict)
+        saved = self._source.small_states()
+        try:
+            if len(optimizer.param_groups) == len(groups):
+                self._options = fitting.options([self._decode(group.options, 0) for group in groups])
+            for unit in self._engine.units:
+                for param, own in zip(unit.params, unit.names, strict=True):
+                    name = self._names.get(own)
+                    if name in saved and self._contents.holds(param):
+                        rank, row = saved[name]
+                        kinds = [kind for kind in self._source.kinds(name) if kind.startswith(STATE)]
+                        large = {k.removeprefix(STATE): self._source.dtype(k, name) or torch.float32 for k in kinds}
+                        found = fitting.states(param, Saved(name, self._decode(row, rank), large))
+                        if found is not None:
+                            self._states[param] = found
+        except Unfit as error:
+            raise self._mismatch(str(error)) from error
+        except Unusable as error:
+            raise CheckpointCorrupted(str(error), str(self._source.path)) from error
 
     def _compare_groups(self) -> None:
         saved = self._model.groups
@@ -275,23 +309,10 @@ class _Loading:
 
     def _load_small_states(self, optimizer: Optimizer) -> None:
         self._contents.forget_states()
-        saved = self._source.small_states()
-        for unit in self._engine.units:
-            for param, own in zip(unit.params, unit.names, strict=True):
-                name = self._names.get(own)
-                if name in saved and self._contents.holds(param):
-                    rank, row = saved[name]
-                    self._set_states(param, name, self._decode(row, rank))
-        groups = self._model.groups or []
-        if len(optimizer.param_groups) == len(groups):
-            for group, old in zip(optimizer.param_groups, groups, strict=True):
-                options = self._decode(old.options, 0)
-                group.update({key: value for key, value in options.items() if key not in ("params", "param_names")})
-
-    def _set_states(self, param: nn.Parameter, name: str, small: dict[str, Any]) -> None:
-        kinds = [kind for kind in self._source.kinds(name) if kind.startswith(STATE)]
-        large = {kind.removeprefix(STATE): self._source.dtype(kind, name) or torch.float32 for kind in kinds}
-        self._contents.set_states(param, small, large)
+        for param, saved in self._states.items():
+            self._contents.set_states(param, saved.small, dict(saved.large))
+        for group, options in zip(optimizer.param_groups, self._options or (), strict=False):
+            group.update(options)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ saved twice.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -187,6 +187,17 @@ class Contents:
         """Whether this rank updates any of ``param``."""
         piece = self._engine.update.pieces[param]
         return param in self._members and (piece.lo < piece.hi or piece.is_whole)
+
+    def seen_as(self, param: nn.Parameter) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype in which the optimizer sees ``param`` here."""
+        piece, unit = self._engine.update.pieces[param], self._engine.unit_of[param]
+        shape = unit.layout.params[unit.index_of[param]].shape if piece.is_whole else (piece.hi - piece.lo,)
+        return tuple(shape), unit.dtypes[unit.index_of[param]].master
+
+    def lacks_room(self, param: nn.Parameter, large: Iterable[str]) -> str | None:
+        """The first of these large states for which no room was taken before training began; None if there is room for all."""
+        stream = self._stream(self._engine.unit_of[param])
+        return None if stream is None else next((name for name in large if not stream.has_room(param, name)), None)
 
     def set_states(self, param: nn.Parameter, small: dict[str, Any], large: dict[str, torch.dtype]) -> None:
         """Make ``small`` the small states of ``param`` and room for the ``large`` ones, whose values follow."""

@@ -228,6 +228,42 @@ def large_states(optimizer: Optimizer, param: nn.Parameter, dtype: torch.dtype) 
     return known[key]
 
 
+def tried_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor that stands for one of ``shape`` in a trial."""
+    return _smaller(shape) if shape else (CUT_NUMEL,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a trial of one tensor begins."""
+
+    group: int
+    options: dict[str, Any]
+    """That replace those of the group."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    states: dict[str, Any]
+
+
+def states_after_steps(optimizer: Optimizer, start: Start, *, steps: int = len(_MAGNITUDES)) -> list[dict[str, Any]]:
+    """What the optimizer has of a tensor after its first and its last step. Raises whatever the optimizer raises."""
+    copy = copy_of(optimizer)
+    group = copy.param_groups[start.group]
+    group.update({name: copied(value) for name, value in start.options.items()})
+    target = nn.Parameter(torch.zeros(start.shape, dtype=start.dtype))
+    group["params"].append(target)
+    if start.states:
+        copy.state[target] = {name: copied(value) for name, value in start.states.items()}
+    found: list[dict[str, Any]] = []
+    with _apart_from_the_caller(1):
+        for number in range(steps):
+            target.grad = torch.randn(start.shape, dtype=torch.float64).to(start.dtype) * _MAGNITUDES[number]
+            plain_step(plain_class(optimizer))(copy)
+            if number in (0, steps - 1):
+                found.append(dict(copy.state[target]))
+    return found
+
+
 # -- whether it may be called for parts -------------------------------------------------------------------------------
 
 

@@ -328,6 +328,10 @@ class UnitStream:
         index = self.unit.index_of[param]
         self._there[index] = frozenset(names) & {large.name for large in self._large.get(index, ())}
 
+    def has_room(self, param: nn.Parameter, name: str) -> bool:
+        """Whether a large state of ``param`` has a place on a shelf."""
+        return name in {large.name for large in self._large.get(self.unit.index_of[param], ())}
+
     def read_state(self, param: nn.Parameter, name: str, lo: int, hi: int) -> Tensor:
         """Elements ``lo:hi`` of a large state, flat: this rank's part."""
         kind = self._kinds[f"optimizer.{name}"]
