@@ -6,7 +6,8 @@
 One process holds the gradients of one model three times: plain PyTorch's, clipped by ``torch.nn.utils.clip_grad_norm_``;
 those of ``shard(model, optimizer)``, which are ordinary tensors; and those of ``shard(model, optimizer, disk=...)``, whose
 norms are known when backward ends. Besides, the norm of the plain ones is added in the order that several ranks use. Each round
-measures all in a random order, on one thread; a ratio is taken within a round.
+measures all in a random order, on one thread; a ratio is taken within a round. ``ulp_from_torch`` is how far a norm is from
+torch's, in units in the last place of torch's fp32 number.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from benchkit import machine
 from benchkit.turns import say
@@ -95,6 +97,7 @@ def measure(preset: str, rounds: int, folder: str) -> dict[str, Any]:
     return {
         name: {
             "norm": norms[name],
+            "ulp_from_torch": abs(norms[name] - norms["torch"]) / float(np.spacing(np.float32(norms["torch"]))),
             "processor_seconds": statistics.median(taken[name]),
             "over_torch": statistics.median(ratios[name]),
             "range": [min(ratios[name]), max(ratios[name])],
