@@ -143,6 +143,7 @@ def slow_reader(rank: int, world: int, folder: str, transport: str) -> list[floa
         loss = model(torch.ones(2, WIDTH), 0.3 * rank).square().mean()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 

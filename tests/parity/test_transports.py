@@ -124,6 +124,7 @@ def slow_reader(rank: int, world: int, transport: str) -> list[float]:
         loss = model(torch.ones(2, 64), 0.5 * rank).square().mean()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 

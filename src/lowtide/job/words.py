@@ -23,9 +23,9 @@ FLAGS = {
 _ONLY_IN_PYTHON = ("units", "partition", "weights", "comm")
 
 _CODE = re.compile(r"(`[^`]*`)")
-"""What is quoted as code stays as it is."""
+"""What is quoted as code stays as it is; so does, in ``_CHOICE``, what stands in quotes because it was typed."""
 _DEFERRED = re.compile(r"\bdeferred\((disk=(?:'[^']*'|\"[^\"]*\"|\.\.\.))\)")
-_CHOICE = re.compile(rf"\b({'|'.join(FLAGS)})=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\d[\w.]*|\.\.\.)?(?![\w=])")
+_CHOICE = re.compile(rf"(?<!['\"])\b({'|'.join(FLAGS)})=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\d[\w.]*|\.\.\.)?(?![\w=])")
 _SUBJECT = re.compile(rf"^(the size of |)({'|'.join(FLAGS)}) is (?=['\"\d-])")
 _NO_FLAG = re.compile(rf"\b({'|'.join(_ONLY_IN_PYTHON)})=(?![\w=])")
 

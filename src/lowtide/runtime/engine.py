@@ -407,6 +407,7 @@ class Engine(Assembly):
 
     def after_load(self) -> None:
         """All parameters have been loaded anew: whole copies are old, and a half-finished update is forgiven."""
+        self.residency.values_replaced()
         self.residency.forget()
         _publish(self)
         _note_written(self, list(self.unit_of))

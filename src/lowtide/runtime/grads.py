@@ -438,7 +438,8 @@ class Grads:
         if record.store is None:
             param, dtype = unit.layout.params[index], unit.dtypes[index]
             lo, hi = self.kept_range(unit, index)
-            record.store = torch.empty(hi - lo, dtype=dtype.gradient, device=record.param.device)
+            with torch.inference_mode(mode=False):  # backward may be called inside it, and the reduction is not
+                record.store = torch.empty(hi - lo, dtype=dtype.gradient, device=record.param.device)
             self._ledger.add("gradients", record.store.nbytes)
             if self._cut or dtype.gradient is not dtype.param:
                 record.shown = self._sharded(record, record.store)

@@ -370,6 +370,12 @@ class Residency(Homes):
         if lost is not None:
             raise lost
 
+    def values_replaced(self) -> None:
+        """All values have been loaded anew: what was written to the former ones is nobody's loss any more."""
+        for place in self._places.values():
+            place.prints, place.exposed = [], False
+        self._lost = None
+
     @contextmanager
     def holding(self, unit: Unit) -> Generator[None]:
         self._look(unit, self._places[unit])  # the update begins with what the caller has made of the values
