@@ -90,6 +90,22 @@ class ChangedInPlace(Error, RuntimeError):
 
 
 @dataclass(eq=False)
+class RecomputedDifferently(Error, RuntimeError):
+    """The forward pass of a unit came to other values when it was computed again for backward. Nothing was computed with them."""
+
+    unit: str
+    difference: str
+
+    def __str__(self) -> str:
+        return (
+            f"unit {self.unit!r} came to other values when it was computed again: {self.difference}. Its forward depends on state "
+            f"that has moved on meanwhile and that cannot be seen from outside (a global, a closure, the time, another thread). "
+            f'Load a checkpoint, and keep its activations (activations="keep", or units=((pattern, "keep"),) of '
+            f"lowtide.Activations)."
+        )
+
+
+@dataclass(eq=False)
 class Mismatch(Error, RuntimeError):
     """Ranks do not agree on the model, its configuration or the library; raised on every rank."""
 

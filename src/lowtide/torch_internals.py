@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -137,6 +138,16 @@ def version_counter(tensor: Tensor) -> Tensor:
     counter = tensor.detach()
     Tensor.data.__set__(counter, torch.empty(0, dtype=tensor.dtype))  # type: ignore[attr-defined]
     return counter
+
+
+def forget_memory(tensor: Tensor) -> None:
+    """Make ``tensor`` one without memory, which still shares its version counter."""
+    Tensor.data.__set__(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[attr-defined]
+
+
+def is_of_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
+    """Whether a pack function is one of torch.utils.checkpoint's, which tell saved tensors by their number."""
+    return pack.__module__ == torch.utils.checkpoint.__name__
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -1,0 +1,217 @@
+"""State that a forward pass changes and that autograd knows nothing of: looked at before and after.
+
+A module that keeps a counter, fills the cache it was given or draws from a generator of its own comes to other values when it
+is computed again, and leaves other values behind. Three kinds of places are looked at: the attributes of the modules, the
+containers and objects among the arguments, and the generators that Python and NumPy have for everybody. What can be reached in
+no such way (a global, a file, the time) shows only in the values that are computed again, which is why those are compared.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from lowtide.runtime.prints import print_of
+
+_MOST_MARKS = 20_000  # beyond this, what an argument refers to is not followed
+_MOST_DEPTH = 24
+_SMALL = 1 << 16  # bytes of a tensor or array up to which its values are looked at, not only its version
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.layout)
+_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}  # the module's own tables; ``forward`` is what we have put there
+
+
+class _This:
+    """An object that is told by its identity; held, so that no other gets its address."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, value: object) -> None:
+        self._object = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _This) and self._object is other._object
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Look:
+    """What the modules of ``tree`` and the ``arguments`` of a call hold now, in the order in which it is reached."""
+
+    def __init__(self, tree: Iterable[tuple[str, nn.Module]], arguments: Mapping[str, Any]) -> None:
+        self._marks: list[Any] = []
+        self._places: list[tuple[int, object]] = []  # the index of the container's mark, and where in it
+        self._seen: dict[int, int] = {}
+        for name, module in tree:
+            top = self._add(-1, f"attribute of module {name!r}" if name else "attribute", None)
+            for key, value in vars(module).items():
+                if key not in _OF_TORCH:
+                    self._visit(top, key, value, 0)
+        for name, value in arguments.items():
+            if not isinstance(value, Tensor):  # those have versions
+                self._visit(-1, name, value, 0)
+
+    def difference(self, later: Look) -> str | None:
+        """The first place that holds something else ``later``, in words."""
+        for index, (mark, now) in enumerate(zip(self._marks, later._marks, strict=False)):
+            if mark is not now and mark != now:
+                return self._words(index)
+        longer = max(self, later, key=lambda look: len(look._marks))
+        shorter = min(len(self._marks), len(later._marks))
+        return None if shorter == len(longer._marks) else longer._words(shorter)
+
+    def _words(self, index: int) -> str:
+        keys: list[object] = []
+        while index >= 0:
+            index, key = self._places[index]
+            keys.append(key)
+        first, *path = reversed(keys)
+        return f"{first} {'.'.join(map(str, path))!r}" if path and str(first).startswith("attribute") else str(first)
+
+    def _add(self, parent: int, key: object, mark: Any) -> int:
+        self._marks.append(mark)
+        self._places.append((parent, key))
+        return len(self._marks) - 1
+
+    def _visit(self, parent: int, key: object, value: Any, depth: int) -> None:
+        kind = type(value)
+        if kind in _PLAIN:
+            self._add(parent, key, (kind, value))
+            return
+        if id(value) in self._seen:
+            self._add(parent, key, ("again", self._seen[id(value)]))
+            return
+        followed = depth < _MOST_DEPTH and len(self._marks) < _MOST_MARKS
+        mark, inside = _opened(value) if followed else (_This(value), ())
+        index = self._seen[id(value)] = self._add(parent, key, (kind, mark))
+        for name, part in inside:
+            self._visit(index, name, part, depth + 1)
+
+
+def _opened(value: Any) -> tuple[Any, Iterable[tuple[object, Any]]]:
+    """What ``value`` itself is known by, and the parts that are to be looked at."""
+    if isinstance(value, Tensor):
+        return _mark_of_tensor(value), ()
+    if isinstance(value, nn.Module | type | types.ModuleType | Enum):
+        return _This(value), ()
+    state = _generator_state(value)
+    if state is not None:
+        return state, ()
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= _SMALL and not value.dtype.hasobject
+        return (_This(value), value.tobytes() if small else None), ()
+    if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return _This(value), [(name, cell.cell_contents) for name, cell in cells if not _is_empty(cell)]
+    if isinstance(value, types.MethodType):
+        return value.__func__, [("object", value.__self__)]
+    if isinstance(value, partial):
+        return None, [("function", value.func), ("arguments", value.args), ("keywords", value.keywords)]
+    attributes = list(_attributes(value))
+    if isinstance(value, Mapping) and isinstance(value, dict):
+        keys = [key if type(key) in _PLAIN else _This(key) for key in value]
+        return keys, [*value.items(), *attributes]
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return len(value), [*enumerate(value), *attributes]
+    return _This(value), attributes
+
+
+def _attributes(value: Any) -> Iterable[tuple[object, Any]]:
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            member = vars(kind).get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield name, member.__get__(value)
+                except AttributeError:  # a slot that nothing was put into yet
+                    continue
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is None
+    except ValueError:
+        return True
+
+
+def _mark_of_tensor(tensor: Tensor) -> Any:
+    if isinstance(tensor, nn.Parameter) or tensor.is_inference():
+        return _This(tensor)
+    values = print_of(tensor) if tensor.nbytes <= _SMALL else None
+    return _This(tensor), tensor._version, values  # pyright: ignore[reportPrivateUsage]
+
+
+def _generator_state(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return print_of(value.get_state()) if value.device.type == "cpu" else _This(value)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.BitGenerator):
+        return repr(value.state)
+    if isinstance(value, np.random.RandomState):
+        return _numpy_mark(value.get_state(legacy=False))
+    return None
+
+
+# -- the generators that Python and NumPy have for everybody ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HostGenerators:
+    """The states of Python's and NumPy's own generators."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> HostGenerators:
+        return cls(random.getstate(), np.random.get_state(legacy=False))
+
+    def put_back(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def is_as(self, other: HostGenerators) -> bool:
+        return self.python == other.python and _numpy_mark(self.numpy) == _numpy_mark(other.numpy)
+
+
+def _numpy_mark(state: Any) -> Any:
+    """A state of NumPy's as something that can be compared: arrays in it as bytes."""
+    if isinstance(state, dict):
+        return {key: _numpy_mark(value) for key, value in state.items()}  # pyright: ignore[reportUnknownVariableType]
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def hook_of_a_caller(tree: Iterable[tuple[str, nn.Module]]) -> str | None:
+    """The first module inside a module (not itself) that has a forward hook which is not torch's own (weight_norm, pruning),
+    in words: what such a hook counts or records, it would count again."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+        return "a forward hook for all modules"
+    for name, module in tree:
+        if not name:
+            continue
+        hooks = module._forward_hooks or module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
+        if hooks and not all(_is_of_torch(h) for h in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):  # pyright: ignore[reportPrivateUsage]
+            return f"a forward hook of module {name!r}"
+    return None
+
+
+def _is_of_torch(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or type(hook).__module__ or "").startswith("torch.")
