@@ -24,8 +24,6 @@ def can_be_printed(tensor: Tensor) -> bool:
     """Whether its memory can be read from here."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         return False
-    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
-        return False  # the working memory of an operator (oneDNN's LSTM): parts of it nobody has ever written
     return not is_functorch_wrapped(tensor) and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 

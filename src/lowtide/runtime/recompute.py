@@ -358,8 +358,8 @@ class _Prints:
         return number
 
     def _print(self, tensor: Tensor) -> int | None:
-        if not can_be_printed(tensor):
-            return None
+        if not can_be_printed(tensor) or (tensor.dtype is torch.uint8 and tensor.dim() == 1):
+            return None  # of the second kind is the working memory of oneDNN's LSTM: parts of it nobody has ever written
         version = _version(tensor)
         key = (storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, version)
         if key not in self._known:
@@ -461,9 +461,11 @@ class _Before:
                 self._buffers.append(_Buffer(owner, name, value, 0 if value is None else _version(value), copy))
 
     def forget_unchanged(self, habits: _Habits) -> str | None:
-        """Keep only what the forward changed. Returns the name of a buffer that changed although no copy was made."""
+        """Keep only what the forward changed. Returns the name of a buffer that changed although no copy was made, or that is
+        new."""
         changed: list[_Buffer] = []
-        lost = None
+        known = {(buffer.owner, buffer.name) for buffer in self._buffers}
+        lost = next((name for owner in self._modules for name in _buffers(owner) if (owner, name) not in known), None)
         for buffer in self._buffers:
             habit = (buffer.owner.training, buffer.owner, buffer.name)
             if buffer.is_changed_in_place() and buffer.copy is None:
