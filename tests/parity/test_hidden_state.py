@@ -6,7 +6,7 @@ A product: kinds of hidden state (tests/kit/hidden_state.py) × what becomes of 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,16 @@ def both(make: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[list[T
 
 def assert_bits(got: list[Tensor], expected: list[Tensor]) -> None:
     assert [first_difference(a, b) for a, b in zip(got, expected, strict=True)] == [None] * len(expected)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both take most of the time of so small a loop, and change no bit of it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr("lowtide.runtime.budget.gc.collect", lambda: 0)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -6,7 +6,7 @@ Their blocks fill a cache that they are given, which a second forward would fill
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,16 @@ def losses_and_weights(name: str, options: dict[str, Any] | None) -> list[Tensor
         optimizer.step()
         optimizer.zero_grad()
     return out + [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both take most of the time of so small a loop, and change no bit of it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr("lowtide.runtime.budget.gc.collect", lambda: 0)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.thinned(2)
