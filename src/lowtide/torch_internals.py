@@ -160,6 +160,20 @@ def is_functorch_wrapped(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def has_own_dispatch(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of a class that answers every operator itself, and may have no memory."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def forward_hooks_of(module: nn.Module | None) -> list[Callable[..., Any]]:
+    """Forward hooks and pre-hooks of ``module``; None: those for all modules."""
+    if module is None:
+        tables = torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks
+    else:
+        tables = module._forward_hooks, module._forward_pre_hooks
+    return [hook for table in tables for hook in table.values()]
+
+
 def unreadable(value: Tensor, shape: torch.Size) -> Tensor:
     """``value``, one number, as a tensor of ``shape`` that torch does not read.
 

@@ -313,7 +313,7 @@ class Memoised(Block):
         return _drawn(self.linear.in_features)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _drawn(_: int) -> float:
     return _STREAM.random()
 

@@ -99,7 +99,7 @@ def test_after_the_error_nothing_goes_on_before_a_state_is_loaded() -> None:
     start = {name: value.clone() for name, value in model.state_dict().items()}
     lowtide.shard(model, optimizer, activations="recompute", comm=lowtide.Comm(bucket_bytes=0))
     rewind()
-    with pytest.raises(RecomputedDifferently, match="tensor 3 of the .* that autograd saved in it, float32") as caught:
+    with pytest.raises(RecomputedDifferently, match=r"tensor 3 of the .* that autograd saved in it, float32") as caught:
         numbers(model, optimizer)
     assert caught.value.unit == "blocks.2"
     assert 'activations="keep"' in str(caught.value)
@@ -250,6 +250,29 @@ def test_hooks_of_callers_run_once(way: str, tmp_path: Path, monkeypatch: pytest
     assert sorted(seen) == sorted([name for name, module in model.named_modules() if name != "blocks"] * 2)
 
 
+class MomentumEncoder(nn.Module):
+    """Follows its trained half, past all versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Follower() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Follower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.key.weight.data.mul_(0.9).add_(self.query.weight.data, alpha=0.1)
+        return x + torch.tanh(self.query(x)) * self.key(x)
+
+
 class Renormalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -263,9 +286,12 @@ class Renormalised(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("make", [Renormalised, MomentumEncoder])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_embedding_with_max_norm(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, got, _ = both(Renormalised, options_of(way, tmp_path, monkeypatch))
+def test_a_forward_that_writes_to_its_parameters(
+    way: str, make: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, got, _ = both(make, options_of(way, tmp_path, monkeypatch))
     assert_bits(got, expected)
 
 

@@ -23,22 +23,26 @@ SMALL = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "num_hidden_la
 WIDE = {**SMALL, "hidden_size": 16, "intermediate_size": 24}
 
 
+_SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 24}
+SIDES = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _SIDE.items()}
+
+
 def _t5(t: Any) -> nn.Module:
     sizes = dict(d_model=16, d_kv=4, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4)
     return t.T5ForConditionalGeneration(t.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, pad_token_id=0, **sizes))
 
 
 def _bart(t: Any) -> nn.Module:
-    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in [("layers", 2), ("ffn_dim", 24), ("attention_heads", 4)]}
     ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2)
-    return t.BartForConditionalGeneration(t.BartConfig(vocab_size=VOCABULARY, max_position_embeddings=32, d_model=16, **sides, **ids))
+    return t.BartForConditionalGeneration(
+        t.BartConfig(vocab_size=VOCABULARY, max_position_embeddings=32, d_model=16, **SIDES, **ids)
+    )
 
 
 def _whisper(t: Any) -> nn.Module:
-    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in [("layers", 2), ("ffn_dim", 24), ("attention_heads", 4)]}
     sizes = dict(d_model=16, num_mel_bins=8, max_source_positions=10, max_target_positions=32)
     ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
-    config = t.WhisperConfig(vocab_size=VOCABULARY, suppress_tokens=None, begin_suppress_tokens=None, **sizes, **sides, **ids)
+    config = t.WhisperConfig(vocab_size=VOCABULARY, suppress_tokens=None, begin_suppress_tokens=None, **sizes, **SIDES, **ids)
     return t.WhisperForConditionalGeneration(config)
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from lowtide.runtime.prints import print_of
+from lowtide.torch_internals import forward_hooks_of
 
 _MOST_MARKS = 20_000  # beyond this, what an argument refers to is not followed
 _MOST_DEPTH = 24
@@ -202,14 +202,11 @@ def _numpy_mark(state: Any) -> Any:
 def hook_of_a_caller(tree: Iterable[tuple[str, nn.Module]]) -> str | None:
     """The first module inside a module (not itself) that has a forward hook which is not torch's own (weight_norm, pruning),
     in words: what such a hook counts or records, it would count again."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
-        return "a forward hook for all modules"
+    if forward_hooks_of(None):
+        return "what a forward hook for all modules has seen"
     for name, module in tree:
-        if not name:
-            continue
-        hooks = module._forward_hooks or module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
-        if hooks and not all(_is_of_torch(h) for h in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):  # pyright: ignore[reportPrivateUsage]
-            return f"a forward hook of module {name!r}"
+        if name and any(not _is_of_torch(hook) for hook in forward_hooks_of(module)):
+            return f"what a forward hook of module {name!r} has seen"
     return None
 
 

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from lowtide.tiers.transfer import digest_of
-from lowtide.torch_internals import is_functorch_wrapped
+from lowtide.torch_internals import has_own_dispatch, is_functorch_wrapped
 
 _PIECE = 1 << 18  # elements that are copied at once
 
@@ -24,7 +24,7 @@ def can_be_printed(tensor: Tensor) -> bool:
     """Whether its memory can be read from here."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         return False
-    return not is_functorch_wrapped(tensor) and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return not is_functorch_wrapped(tensor) and not has_own_dispatch(tensor)
 
 
 def print_of(tensor: Tensor) -> int | None:

@@ -94,7 +94,7 @@ class Recompute:
         """Make ``module``, which needs ``units``, able to recompute."""
         original: Callable[..., Any] = module.forward
         self._replaced[module] = vars(module).get("forward")
-        habits = _Habits(original)
+        habits = _Habits(_names_of(original))
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -126,20 +126,27 @@ class Recompute:
 class _Habits:
     """What earlier calls of a module have shown."""
 
-    forward: Callable[..., Any]
+    names: tuple[str, ...]  # of the arguments of its forward
     answer: bool | None = None  # whether the last forward was to be recomputed
     tried: bool = False  # one recomputation has come to the same results
+    writes: bool | None = None  # whether the forward writes to its parameters; unknown before the first
     constant: set[tuple[bool, nn.Module, str]] = field(default_factory=set[tuple[bool, nn.Module, str]])
     """Large buffers that a forward (in training or not) left alone."""
 
-    def names_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, as an error tells them."""
-        try:
-            names = [f"argument {name!r}" for name in inspect.signature(self.forward).parameters]
-        except (TypeError, ValueError):  # it is built in
-            names = []
-        names += [f"argument {number + 1}" for number in range(len(names), len(args))]
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, by the names that a message gives them."""
+        names = [*self.names, *(f"argument {number + 1}" for number in range(len(self.names), len(args)))]
         return {**dict(zip(names, args, strict=False)), **{f"argument {name!r}": value for name, value in kwargs.items()}}
+
+
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """What a message calls the arguments that ``forward`` gets by position."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # it is built in
+        return ()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(f"argument {p.name!r}" for p in parameters if p.kind in by_position)
 
 
 class _Arguments:
@@ -180,7 +187,7 @@ class _Number:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """``value`` with ``function`` of everything in it, if it is one of Python's own containers; other objects are themselves."""
+    """``value`` with ``function`` of everything in it, if it is a container of Python's own; other objects are themselves."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind(function(each) for each in value)
@@ -219,10 +226,11 @@ class _Call:
         arguments = _Arguments(args, kwargs)
         tensors = [tensor for tensor in arguments.tensors if not tensor.is_inference()]
         versions = [_version(tensor) for tensor in tensors]
-        named = self._habits.names_of(args, kwargs)
+        named = self._habits.named(args, kwargs)
         tree = list(self._module.named_modules())
         look, generators = Look(tree, named), HostGenerators.now()
         trial = not self._habits.tried
+        written = [print_of(p) for p in self._params] if self._habits.writes is not False else []
         first = [(args, kwargs)]
         del args, kwargs  # or the graph would hold them
 
@@ -251,18 +259,20 @@ class _Call:
         changed = (
             "its inputs in place"
             if versions != [_version(tensor) for tensor in tensors]
-            else look.difference(Look(tree, named)) or self._changed_tensors() or hook_of_a_caller(tree)
+            else look.difference(Look(tree, named)) or self._changed_tensors(written) or hook_of_a_caller(tree)
         )
         self._drop_or_keep(changed)
         if trial and changed is None:
             self._prints.note_results(output)
         return output
 
-    def _changed_tensors(self) -> str | None:
-        """The parameter or buffer that the forward has changed and that cannot be put back."""
-        for param, version in zip(self._params, self._versions, strict=True):
-            if _version(param) != version:
-                return "its own parameters"
+    def _changed_tensors(self, prints: Sequence[int | None]) -> str | None:
+        """The parameter or buffer that the forward has changed and that cannot be put back. ``prints``: of the parameters
+        before it, if it is not known yet whether it writes to them past their versions (``param.data``)."""
+        if prints:
+            self._habits.writes = list(prints) != [print_of(p) for p in self._params]
+        if self._habits.writes or self._versions != [_version(p) for p in self._params]:
+            return "its own parameters"
         name = self._before.forget_unchanged(self._habits)
         return None if name is None else f"its buffer {name!r}"
 
