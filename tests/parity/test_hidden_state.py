@@ -121,21 +121,25 @@ def test_what_is_not_compared_is_not_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class OnOneRank(KINDS["Counter"]):  # type: ignore[misc]
-    """Only the last rank's blocks count, and have no parameter that backward needs."""
+    """Only the last rank's blocks count. Computing again gathers where backward needs no parameter: a bias is in no graph."""
 
     rank = 0
 
     def factor(self, given: Any) -> Any:
         return super().factor(given) * 0 + 1 if OnOneRank.rank else 1.0
 
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return torch.sigmoid(x + self.linear.bias * self.factor(given)).square()
 
-def _on_one_rank(rank: int, world: int, disk: str | None) -> list[str]:
+
+def _on_one_rank(rank: int, world: int, disk: str | None, transport: str) -> list[str]:
     OnOneRank.rank = rank
     model, optimizer = build(lambda: Model(OnOneRank))
     expected = numbers(model, optimizer)
     model, optimizer = build(lambda: Model(OnOneRank))
     more = {"disk": disk, "memory": "16GiB"} if disk else {}
-    lowtide.shard(model, optimizer, stage=3, activations="recompute", comm=lowtide.Comm(bucket_bytes=0, deadline=20), **more)
+    comm = lowtide.Comm(bucket_bytes=0, deadline=20, transport=transport)
+    lowtide.shard(model, optimizer, stage=3, activations="recompute", comm=comm, **more)
     got = numbers(model, optimizer)
     kept = len(engine_of(model).placer.guard.changes)
     return [str(text) for a, b in zip(got[:-1], expected[:-1], strict=True) if (text := first_difference(a, b))] + (
@@ -144,8 +148,9 @@ def _on_one_rank(rank: int, world: int, disk: str | None) -> list[str]:
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_a_rank_that_keeps_what_another_computes_again(disk: bool, tmp_path: Path) -> None:
-    assert run_ranks(2, _on_one_rank, str(tmp_path) if disk else None) == [[], []]
+@pytest.mark.parametrize("transport", ["shared", "torch"])
+def test_a_rank_that_keeps_what_another_computes_again(transport: str, disk: bool, tmp_path: Path) -> None:
+    assert run_ranks(2, _on_one_rank, str(tmp_path) if disk else None, transport) == [[], []]
 
 
 # -- arguments that are one object ------------------------------------------------------------------------------------

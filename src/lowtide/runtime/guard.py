@@ -78,15 +78,23 @@ class ActivationGuard:
             )
             self.changes[unit] = changes
             self._spilling = self._is_tight(unit)
+        self._refuse_too_much(unit, nbytes)
         self.kept[unit] = "disk" if self._spilling else "keep"
         return True
+
+    def _refuse_too_much(self, unit: Unit, nbytes: int) -> None:
+        """Raise if what has to stay has used up what is left, and there is no disk to go to."""
+        left = self._budget.left()
+        if left is not None and self.needs is not None and not self._may_spill and left < self.needs.slack // 4:
+            limit = self._budget.limit or 0
+            raise OverBudget("activations that cannot be computed again", limit - left + nbytes, limit, unit.name)
 
     def _is_tight(self, unit: Unit) -> bool:
         """Whether activations that have to stay had better go to the disk."""
         if self.needs is None or not self._may_spill or self._policies[unit.index] not in ("auto", "stay"):
             return False
         left = (self._budget.left() or 0) - self.needs.largest - self.needs.slack
-        return self._expected(unit) + self._largest * (len(self._units) - len(self.kept)) > left // 2
+        return self._expected(unit) + self._largest * max(1, len(self._units) - len(self.kept)) > left // 2
 
     def _is_room_for_all(self) -> bool:
         """In the first step: whether the activations of all units that are still to come, if they are like the largest so far,
@@ -95,7 +103,7 @@ class ActivationGuard:
             return False
         gradients = sum(unit.gradients for unit in self.needs.units)
         left = (self._budget.left() or 0) - self.needs.largest - self.needs.slack - gradients
-        return self._largest * (len(self._units) - len(self.kept)) <= left // 2
+        return self._largest * max(1, len(self._units) - len(self.kept)) <= left // 2
 
     def should_spill(self) -> bool:
         """Asked for every tensor that autograd saves in the unit asked for last."""
