@@ -63,10 +63,10 @@ class Look:
 
     def difference(self, later: Look) -> str | None:
         """The first place that holds something else ``later``, in words."""
+        longer = later if len(later._marks) > len(self._marks) else self
         for index, (mark, now) in enumerate(zip(self._marks, later._marks, strict=False)):
             if mark is not now and mark != now:
-                return self._words(index)
-        longer = max(self, later, key=lambda look: len(look._marks))
+                return longer._words(index)  # what has come, or gone, moves all that follows
         shorter = min(len(self._marks), len(later._marks))
         return None if shorter == len(longer._marks) else longer._words(shorter)
 
