@@ -273,25 +273,47 @@ class DequeArgument(Block):
         return given["deque"][0]
 
 
-# -- out of sight -----------------------------------------------------------------------------------------------------
+# -- classes and globals, and what is out of sight --------------------------------------------------------------------
 
 _GLOBAL = [0]
 _STREAM = random.Random(7)
 
 
-@kind(unseen=True)
+@kind()
 class Global(Block):
     def factor(self, given: Any) -> Any:
         _GLOBAL[0] += 1
         return 1 + 1 / _GLOBAL[0]
 
 
+@kind()
+class ClassAttribute(Block):
+    calls = 0
+
+    def factor(self, given: Any) -> Any:
+        ClassAttribute.calls += 1
+        return 1 + 1 / ClassAttribute.calls
+
+
+@kind()
+class GlobalWithoutEffectYet(Block):
+    def factor(self, given: Any) -> Any:
+        return _counted()
+
+
+def _counted() -> float:
+    _GLOBAL[0] += 1
+    return 1.0 if _GLOBAL[0] < 10 else 0.5
+
+
 @kind(unseen=True)
-class GlobalAfterTheLastSave(Block):
-    """What autograd saves is the same again: only the result shows it."""
+class OnlyInTheResult(Block):
+    """What autograd saves is the same again."""
+
+    draws: Iterator[float] = iter(())
 
     def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        factor = _STREAM.random()
+        factor = next(OnlyInTheResult.draws)
         return (x + torch.tanh(self.linear(x))) * factor
 
 
@@ -320,7 +342,8 @@ def _drawn(_: int) -> float:
 
 def rewind() -> None:
     """Everything out of sight as it was."""
-    _GLOBAL[0] = 0
+    _GLOBAL[0] = ClassAttribute.calls = 0
+    OnlyInTheResult.draws = iter([1 / (2 + n) for n in range(100)])
     _STREAM.seed(7)
     Clock.now = itertools.count(1)
     _drawn.cache_clear()

@@ -95,7 +95,7 @@ def test_bits_or_a_typed_error(kind: str, way: str, tmp_path: Path, monkeypatch:
 
 
 def test_after_the_error_nothing_goes_on_before_a_state_is_loaded() -> None:
-    model, optimizer = build(lambda: Model(KINDS["Global"]))
+    model, optimizer = build(lambda: Model(KINDS["Clock"]))
     start = {name: value.clone() for name, value in model.state_dict().items()}
     lowtide.shard(model, optimizer, activations="recompute", comm=lowtide.Comm(bucket_bytes=0))
     rewind()
@@ -113,7 +113,7 @@ def test_after_the_error_nothing_goes_on_before_a_state_is_loaded() -> None:
 def test_what_is_not_compared_is_not_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without prints the product above would pass over silent wrong numbers: it is the comparison that finds them."""
     monkeypatch.setattr("lowtide.runtime.recompute.print_of", lambda _: 0)
-    expected, got, _ = both(lambda: Model(KINDS["Global"]), {"activations": "recompute"})
+    expected, got, _ = both(lambda: Model(KINDS["Clock"]), {"activations": "recompute"})
     assert any(first_difference(a, b) for a, b in zip(got, expected, strict=True))
 
 

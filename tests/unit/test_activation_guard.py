@@ -45,7 +45,9 @@ def guard(*, left: int, policy: str = "auto", planned: str = "recompute", may_sp
     found = ActivationGuard(cast("Any", units), [policy] * COUNT, lambda _: planned, budget=budget, may_spill=may_spill)
     sizes = dict(whole=10 * MIB, parameters=5 * MIB, gradients=5 * MIB, optimizer=10 * MIB, activations=0, inputs=0)
     rows = tuple(UnitNeeds(name=u.name, forward_seconds=0.1, backward_seconds=0.2, **sizes) for u in units)
-    found.needs = Needs(units=rows, budget=Budget.limit, chunk_bytes=MIB, in_flight_units=1, has_disk=may_spill, in_backward=False)
+    found.needs = Needs(
+        units=rows, budget=Budget.limit, chunk_bytes=MIB, in_flight_units=1, has_disk=may_spill, in_backward=False
+    )
     return found, units
 
 

@@ -1,15 +1,17 @@
 """State that a forward pass changes and that autograd knows nothing of: looked at before and after.
 
 A module that keeps a counter, fills the cache it was given or draws from a generator of its own comes to other values when it
-is computed again, and leaves other values behind. Three kinds of places are looked at: the attributes of the modules, the
-containers and objects among the arguments, and the generators that Python and NumPy have for everybody. What can be reached in
-no such way (a global, a file, the time) shows only in the values that are computed again, which is why those are compared.
+is computed again, and leaves other values behind. Four kinds of places are looked at: the attributes of the modules, the
+containers and objects among the arguments, numbers, containers and generators in the classes of the modules and among the
+globals that their methods name, and the generators that Python and NumPy have for everybody. What can be reached in no such way
+(an iterator, a file, the time) shows only in the values that are computed again, which is why those are compared.
 """
 
 from __future__ import annotations
 
 import random
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -52,11 +54,15 @@ class Look:
         self._marks: list[Any] = []
         self._places: list[tuple[int, object]] = []  # the index of the container's mark, and where in it
         self._seen: dict[int, int] = {}
+        surroundings: dict[tuple[int, str], tuple[str, Mapping[str, Any]]] = {}
         for name, module in tree:
+            surroundings.update(_surroundings(type(module)))
             top = self._add(-1, f"attribute of module {name!r}" if name else "attribute", None)
             for key, value in vars(module).items():
                 if key not in _OF_TORCH:
                     self._visit(top, key, value, 0)
+        for (_, name), (words, table) in surroundings.items():
+            self._visit(-1, f"{words} {name!r}", table.get(name), 0, objects=False)
         for name, value in arguments.items():
             if not isinstance(value, Tensor):  # those have versions
                 self._visit(-1, name, value, 0)
@@ -83,7 +89,8 @@ class Look:
         self._places.append((parent, key))
         return len(self._marks) - 1
 
-    def _visit(self, parent: int, key: object, value: Any, depth: int) -> None:
+    def _visit(self, parent: int, key: object, value: Any, depth: int, *, objects: bool = True) -> None:
+        """``objects``: whether what they refer to is followed."""
         kind = type(value)
         if kind in _PLAIN:
             self._add(parent, key, (kind, value))
@@ -92,13 +99,13 @@ class Look:
             self._add(parent, key, ("again", self._seen[id(value)]))
             return
         followed = depth < _MOST_DEPTH and len(self._marks) < _MOST_MARKS
-        mark, inside = _opened(value) if followed else (_This(value), ())
+        mark, inside = _opened(value, objects=objects) if followed else (_This(value), ())
         index = self._seen[id(value)] = self._add(parent, key, (kind, mark))
         for name, part in inside:
-            self._visit(index, name, part, depth + 1)
+            self._visit(index, name, part, depth + 1, objects=objects)
 
 
-def _opened(value: Any) -> tuple[Any, Iterable[tuple[object, Any]]]:
+def _opened(value: Any, *, objects: bool) -> tuple[Any, Iterable[tuple[object, Any]]]:
     """What ``value`` itself is known by, and the parts that are to be looked at."""
     if isinstance(value, Tensor):
         return _mark_of_tensor(value), ()
@@ -117,7 +124,7 @@ def _opened(value: Any) -> tuple[Any, Iterable[tuple[object, Any]]]:
         return value.__func__, [("object", value.__self__)]
     if isinstance(value, partial):
         return None, [("function", value.func), ("arguments", value.args), ("keywords", value.keywords)]
-    attributes = list(_attributes(value))
+    attributes = list(_attributes(value)) if objects else []
     if isinstance(value, Mapping) and isinstance(value, dict):
         keys = [key if type(key) in _PLAIN else _This(key) for key in value]
         return keys, [*value.items(), *attributes]
@@ -137,6 +144,50 @@ def _attributes(value: Any) -> Iterable[tuple[object, Any]]:
                     yield name, member.__get__(value)
                 except AttributeError:  # a slot that nothing was put into yet
                     continue
+
+
+Surroundings = Mapping[tuple[int, str], tuple[str, Mapping[str, Any]]]
+"""Where to look, by table and name: what it is called, and the table."""
+
+_known_surroundings: weakref.WeakKeyDictionary[type, Surroundings] = weakref.WeakKeyDictionary()
+
+
+def _surroundings(kind: type[nn.Module]) -> Surroundings:
+    """Class attributes of ``kind``, and globals that its methods name, as far as they are data."""
+    if kind not in _known_surroundings:
+        found: dict[tuple[int, str], tuple[str, Mapping[str, Any]]] = {}
+        for owner in kind.__mro__:
+            if issubclass(owner, nn.Module) and not owner.__module__.startswith("torch."):
+                for name, value in vars(owner).items():
+                    code = getattr(value, "__func__", getattr(value, "fget", value))
+                    if isinstance(code, types.FunctionType):
+                        _globals_named_in(code, found, set())
+                    elif _is_data(value) and not name.startswith("__"):
+                        found[id(owner), name] = "class attribute", vars(owner)
+        _known_surroundings[kind] = found
+    return _known_surroundings[kind]
+
+
+def _globals_named_in(function: types.FunctionType, found: dict[tuple[int, str], Any], seen: set[types.CodeType]) -> None:
+    """Add the data among the globals that ``function``, and functions beside it that it calls, name."""
+    codes, table = [function.__code__], function.__globals__
+    while codes:
+        code = codes.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+        for name in code.co_names:
+            value = table.get(name)
+            if isinstance(value, types.FunctionType) and value.__globals__ is table:
+                codes.append(value.__code__)
+            elif name in table and _is_data(value):
+                found[id(table), name] = "global", table
+
+
+def _is_data(value: Any) -> bool:
+    generators = (torch.Generator, random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState)
+    return type(value) in _PLAIN or isinstance(value, (list, dict, set, deque, Tensor, np.ndarray, *generators))
 
 
 def _is_empty(cell: Any) -> bool:
