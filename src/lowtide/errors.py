@@ -90,6 +90,21 @@ class ChangedInPlace(Error, RuntimeError):
 
 
 @dataclass(eq=False)
+class RecomputedDifferently(Error, RuntimeError):
+    """The forward pass of a unit came to other values when it was computed again for backward. They were not used."""
+
+    unit: str
+    difference: str
+
+    def __str__(self) -> str:
+        return (
+            f"unit {self.unit!r} came to other values when it was computed again: {self.difference}. Its forward depends on "
+            f"state that has moved on since and cannot be seen from outside (a global, the time, another thread). Load a "
+            f'checkpoint, and keep its activations: activations="keep", or Activations(units=((pattern, "keep"),)).'
+        )
+
+
+@dataclass(eq=False)
 class Mismatch(Error, RuntimeError):
     """Ranks do not agree on the model, its configuration or the library; raised on every rank."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -139,6 +140,16 @@ def version_counter(tensor: Tensor) -> Tensor:
     return counter
 
 
+def forget_memory(tensor: Tensor) -> None:
+    """Make ``tensor`` one without memory, which still shares its version counter."""
+    Tensor.data.__set__(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[attr-defined]
+
+
+def is_of_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
+    """Whether a pack function is one of torch.utils.checkpoint's, which tell saved tensors by their number."""
+    return pack.__module__ == torch.utils.checkpoint.__name__
+
+
 def storage_of(tensor: Tensor) -> int:
     """The number of the storage that ``tensor`` lies in; no other has it as long as the storage lives."""
     return tensor.untyped_storage()._cdata
@@ -147,6 +158,20 @@ def storage_of(tensor: Tensor) -> int:
 def is_functorch_wrapped(tensor: Tensor) -> bool:
     """Whether a transform (vmap, func.grad) has put ``tensor`` into one of its own, which has no memory."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def has_own_dispatch(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of a class that answers every operator itself, and may have no memory."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def forward_hooks_of(module: nn.Module | None) -> list[Callable[..., Any]]:
+    """Forward hooks and pre-hooks of ``module``; None: those for all modules."""
+    if module is None:
+        tables = torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks
+    else:
+        tables = module._forward_hooks, module._forward_pre_hooks
+    return [hook for table in tables for hook in table.values()]
 
 
 def unreadable(value: Tensor, shape: torch.Size) -> Tensor:

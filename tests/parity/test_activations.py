@@ -55,13 +55,17 @@ class Policy:
         engine.activations.saved = self.saved
         engine.open_saved = self.saved.open  # at every stage
         self.calls = 0
-        self.recompute = Recompute(engine, self.saved, lambda _: self._chosen(name))
+        self.name = name
+        self.recompute = Recompute(engine, self.saved, self)
         for module, units in modules_to_wrap(model, engine.units).items():
             self.recompute.install(module, units)
 
-    def _chosen(self, name: str) -> bool:
+    def should_recompute(self, module: nn.Module) -> bool:
         self.calls += 1
-        return "recompute" in name or (name == "every other" and self.calls % 2 == 0)
+        return "recompute" in self.name or (self.name == "every other" and self.calls % 2 == 0)
+
+    def should_keep(self, module: nn.Module, nbytes: int, changes: str | None) -> bool:
+        return changes is not None
 
 
 def under(policy: str, model: nn.Module, optimizer: Any, **options: Any) -> Sharded:
@@ -248,24 +252,27 @@ def test_inputs_that_are_changed_in_place() -> None:
     compare(change_input, change_input_seen_by_caller)
 
 
-def test_inputs_that_are_changed_in_place_only_later_are_refused() -> None:
-    late: list[bool] = []
+def late_in_all(change: Callable[[Any, Tensor], Tensor]) -> None:
+    """Bits and no error if a forward begins to ``change`` something in its second call."""
 
     def run(block: Any, x: Tensor) -> Tensor:
-        return block.linear(x.mul_(2) if late else x).tanh()
+        block.calls = getattr(block, "calls", 0)
+        return change(block, x) if SECOND.get(block) else torch.tanh(block.linear(x)) + 1
 
-    plain, ours = pair(run, 3)
-    block = ours.model["blocks"][0]
-    block(data()).sum().backward()
-    late.append(True)
-    with pytest.raises(Refused, match="changes its inputs in place"):
-        block(data())
-    gradients: list[Tensor] = []
-    for system in (plain, ours):  # known now: its activations are kept
-        x = data().requires_grad_()
-        system.model["blocks"][0](x * 1).sum().backward()
-        gradients.append(x.grad)  # pyright: ignore
-    assert torch.equal(*gradients)
+    def loop(model: Any) -> Tensor:
+        loss = once(model)
+        SECOND.update({block: True for block in model["blocks"]})
+        return loss + once(model)
+
+    compare(run, loop)
+
+
+SECOND: dict[nn.Module, bool] = {}
+"""Out of sight: a global."""
+
+
+def test_inputs_that_are_changed_in_place_only_later() -> None:
+    late_in_all(lambda block, x: torch.tanh(block.linear(x.mul_(2))) + 1)
 
 
 def statistics(block: Any, x: Tensor) -> Tensor:
@@ -308,37 +315,31 @@ def test_the_real_buffers_are_left_alone() -> None:
     assert torch.equal(weight.grad, model["blocks"][0].norm.running_mean)  # pyright: ignore
 
 
+ALIAS: dict[nn.Module, Tensor] = {}
+
+
 def test_a_buffer_under_another_name_is_refused() -> None:
     def run(block: Any, x: Tensor) -> Tensor:
-        alias.setdefault(block, block.state[:8]).mul_(0.5)
+        ALIAS.setdefault(block, block.state[:8]).mul_(0.5)
         return torch.tanh(block.linear(x) * block.state.clone())
 
-    alias: dict[nn.Module, Tensor] = {}
     _, ours = pair(run, 3)
     with pytest.raises(Refused, match="'state' through another name"):
         once(ours.model)
 
 
 def test_a_large_buffer_is_copied_only_until_it_is_known() -> None:
-    def run(block: Any, x: Tensor) -> Tensor:
-        if changing:
-            block.big.add_(1)
-        return torch.tanh(block.linear(x) * block.big[:WIDTH])
+    def change(block: Any, x: Tensor) -> Tensor:
+        block.norm.running_mean = torch.zeros(WIDTH)  # replaced: moves once, as its copy does
+        big(block).add_(1)
+        return torch.tanh(block.linear(x) * big(block)[:WIDTH])
 
-    changing: list[bool] = []
-    model = build(run)
-    for block in model["blocks"]:
-        block.register_buffer("big", torch.ones(300_000))
-    ours = under("recompute", model, torch.optim.SGD(model.parameters()), stage=3)
-    once(ours.model)
-    changing.append(True)
-    with pytest.raises(Refused, match="its buffer 'big', which it did not before"):
-        once(ours.model)
-    block = model["blocks"][0]
-    loss = block(data()).square().sum()
-    now = block.big.clone()
-    loss.backward()
-    assert torch.equal(block.big, now)
+    def big(block: Any) -> Tensor:
+        if "big" not in dict(block.named_buffers()):
+            block.register_buffer("big", torch.ones(300_000))
+        return block.big
+
+    late_in_all(change)
 
 
 def test_the_mode_is_that_of_the_forward() -> None:
@@ -397,11 +398,15 @@ def test_autocast() -> None:
     compare(lambda block, x: torch.tanh(block.linear(F.dropout(x, 0.3))), loop)
 
 
+CALLS: list[bool] = []
+
+
 def test_nothing_is_recomputed_without_gradients() -> None:
-    calls: list[bool] = []
+    calls = CALLS
+    calls.clear()
 
     def run(block: Any, x: Tensor) -> Tensor:
-        calls.append(torch.is_grad_enabled())
+        CALLS.append(torch.is_grad_enabled())
         return torch.tanh(block.linear(x))
 
     _, ours = pair(run, 3)
@@ -412,21 +417,20 @@ def test_nothing_is_recomputed_without_gradients() -> None:
     assert calls == [False] * 4
     once(ours.model)
     assert calls[4:] == [True] * 4
+    once(ours.model)
     ours.policy.recompute.remove()
     assert "forward" not in vars(ours.model["blocks"][0])
     once(ours.model)
-    assert calls[8:] == [True] * 2
+    assert calls[12:] == [True] * 2
 
 
-def test_a_module_that_changes_its_parameters_is_refused() -> None:
+def test_a_module_that_changes_its_parameters_is_kept() -> None:
     def run(block: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             block.linear.weight.clamp_(-0.1, 0.1)
         return torch.tanh(block.linear(x))
 
-    _, ours = pair(run, 0)
-    with pytest.raises(Refused, match="its own parameters"):
-        once(ours.model)
+    compare(run, once)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -53,3 +53,14 @@ def test_a_policy_that_was_asked_for_stays() -> None:
     policies = ["keep"] * 6 + ["auto"] * 6
     placement, _ = after_measuring(asked, asked.budget + 10_000 * MIB, NOW, policies)
     assert [unit.activations for unit in placement.units] == ["keep"] * 6 + ["recompute"] * 6
+
+
+@pytest.mark.parametrize("budget", [400, 700, 2000])
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_what_must_not_be_computed_again_is_not(budget: int, has_disk: bool) -> None:
+    asked = replace(needs(budget * MIB), has_disk=has_disk)
+    policies = ["auto", "stay"] * (COUNT // 2)
+    placement, _ = after_measuring(asked, asked.budget, NOW, policies)
+    chosen = [unit.activations for unit in placement.units]
+    assert "recompute" not in chosen[1::2]
+    assert "recompute" in chosen[::2]

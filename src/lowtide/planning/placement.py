@@ -134,13 +134,15 @@ def arenas(needs: Needs, base: int) -> tuple[int | None, int | None]:
 
 def after_measuring(needs: Needs, peak: int, now: Placement, policies: Sequence[str]) -> tuple[Placement, Forecast]:
     """After a step whose peak was ``peak`` with the placement ``now``: the best for the budget. Where nothing fits, as little
-    as possible stays in memory; without a disk only activations can make room, and no more of them go than are too many."""
+    as possible stays in memory; without a disk only activations can make room, and no more of them go than are too many. Of
+    ``policies``, "auto" is open to all, "stay" to those that do not compute again."""
     placed = _placed(needs, now)
     beside = max(0, peak - placed.peaks[Tier.HOST])
     room = needs.budget - needs.slack - beside
     every = ("keep", "recompute", "disk") if needs.has_disk else ("keep", "recompute")
+    open_to = {"auto": every, "stay": tuple(p for p in every if p != "recompute")}
     try:
-        solution = solve(_problem(needs, room, [every if p == "auto" else (p,) for p in policies]))
+        solution = solve(_problem(needs, room, [open_to.get(p, (p,)) for p in policies]))
     except Infeasible:
         over = peak - (needs.budget - needs.slack)
         solution = _least_in_memory(needs, policies) if needs.has_disk else _fewer_activations(needs, now, policies, over)
@@ -178,8 +180,8 @@ def _as_chosen(needs: Needs, now: Placement) -> tuple[tuple[Option, ...], ...]:
 
 def _least_in_memory(needs: Needs, policies: Sequence[str]) -> Solution:
     """Everything that can be elsewhere is."""
-    allowed = [("recompute",) if p == "auto" else (p,) for p in policies]
-    problem = _problem(needs, 0, allowed)
+    least = {"auto": ("recompute",), "stay": ("disk",)}
+    problem = _problem(needs, 0, [least.get(p, (p,)) for p in policies])
     rows = tuple(tuple(options[-1] for options in kinds if options) for kinds in options_for(problem))
     return evaluate(problem, rows)
 

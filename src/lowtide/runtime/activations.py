@@ -46,12 +46,16 @@ class Activations:
 
     def install(self, model: nn.Module, units: Sequence[Unit], pinning: Pinning) -> None:
         """Make the units' modules able to recompute."""
-        self._recompute = Recompute(
-            pinning, self.saved, lambda module: self._placer.guard.should_recompute(self._unit_of[module])
-        )
+        self._recompute = Recompute(pinning, self.saved, self)
         for module, needed in modules_to_wrap(model, units).items():
             self._unit_of[module] = needed[0]
             self._recompute.install(module, needed)
+
+    def should_recompute(self, module: nn.Module) -> bool:
+        return self._placer.guard.should_recompute(self._unit_of[module])
+
+    def should_keep(self, module: nn.Module, nbytes: int, changes: str | None) -> bool:
+        return self._placer.guard.should_keep(self._unit_of[module], nbytes, changes)
 
     def enter_model(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
         """The model's forward begins."""

@@ -167,6 +167,16 @@ class Engine(Assembly):
         if self._depth == 0 and backward_under_way() is None:
             self._release_demanded()
 
+    def as_if_computed_again(self, units: Sequence[Unit]) -> None:
+        """Other ranks may compute ``units`` again here, and gather them for it."""
+        if self.residency.gathers:
+            self.before_forward(units)
+            self.after_forward(units)
+
+    def poison(self, reason: str) -> None:
+        """Nobody may use the model before it is loaded anew."""
+        self.poisoned_by = self.poisoned_by or reason
+
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _in_backward(self) -> bool:

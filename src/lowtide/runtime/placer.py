@@ -215,6 +215,7 @@ class Placer:
         why = self._why_anew(self._needs, peak)
         if why is not None:
             self._place_anew(self._needs, why, peak, shelves)
+        self.guard.kept.clear()
         self._to_learn = max(0, self._to_learn - 1)
         self._began_tidy = not self.steady
         self._memory.buffers.most_bytes = self._memory.buffers.reserved_bytes
@@ -250,17 +251,36 @@ class Placer:
 
     def _learn(self, needs: Needs, peak: int, forward: Mapping[Unit, float], backward: float, *, stay: bool | None) -> int:
         """Remember the largest of every measurement over all ranks, so that all decide alike. Returns the peak."""
-        policies = [place.activations for place in self.placement.units]
+        policies = [place.activations for place in self._as_it_ran().units]
         backward = backward_alone(needs, policies, [forward.get(u, 0.0) for u in self._units], backward)
         seconds = [int(forward.get(u, 0.0) * _MICRO) for u in self._units]
         stays = needs.way.gradients_stay if stay is None else stay
-        numbers = [peak, int(stays), int(backward * _MICRO), *self.guard.activations, *seconds]
+        changes = [int(u in self.guard.changes) for u in self._units]
+        numbers = [peak, int(stays), int(backward * _MICRO), *self.guard.activations, *seconds, *changes]
         peak, any_stay, micro, *rest = self._largest(numbers)
         needs = with_gradients_that_stay(needs, stay=bool(any_stay))
-        self.guard.activations = rest[: len(self._units)]
-        measured = {u: s / _MICRO for u, s in zip(self._units, rest[len(self._units) :], strict=True) if s}
+        count = len(self._units)
+        self.guard.activations = rest[:count]
+        self._never_again([unit for unit, changes in zip(self._units, rest[2 * count :], strict=True) if changes])
+        measured = {u: s / _MICRO for u, s in zip(self._units, rest[count : 2 * count], strict=True) if s}
         self._use_needs(with_measurements(needs, self._units, self.guard.activations, measured, micro / _MICRO))
         return peak
+
+    def _never_again(self, units: Sequence[Unit]) -> None:
+        """The forward of ``units`` changes something on some rank: no rank plans any more to compute them again."""
+        for unit in units:
+            if self._policies[unit.index] == "auto":
+                self._policies[unit.index] = "stay"
+                if self.placement.units[unit.index].activations == "recompute":
+                    self._note(unit, "activations", self.guard.kept.get(unit, "keep"))
+
+    def _as_it_ran(self) -> Placement:
+        """The placement in force, with what has become of activations instead."""
+        units = list(self.placement.units)
+        for unit, policy in self.guard.kept.items():
+            if units[unit.index].activations == "recompute":
+                units[unit.index] = replace(units[unit.index], activations=policy)
+        return replace(self.placement, units=tuple(units))
 
     def _why_anew(self, needs: Needs, peak: int) -> Reason | None:
         """The reason to place anew, if there is one; the same on all ranks."""
@@ -307,7 +327,7 @@ class Placer:
         if self._speed is not None:
             needs = with_rates(needs, self._slowest(self._speed.rates))
             self._use_needs(needs)
-        found, self.forecast = after_measuring(needs, peak, self.placement, self._policies)
+        found, self.forecast = after_measuring(needs, peak, self._as_it_ran(), self._policies)
         if why.may_stay:
             found, self.forecast = self._if_it_pays(needs, why, peak, (found, self.forecast))
         placement = self._as_rank_0(found)  # also if it is the one in force, because moving does not pay there
@@ -409,9 +429,9 @@ class Placer:
             total += sum(getattr(unit, kind) for kind in kinds)
         return total
 
-    def _note(self, unit: Unit, kind: str, tier: Tier) -> None:
+    def _note(self, unit: Unit, kind: str, where: Tier | str) -> None:
         units = list(self.placement.units)
-        units[unit.index] = replace(units[unit.index], **{kind: tier})
+        units[unit.index] = replace(units[unit.index], **{kind: where})
         self.placement = replace(self.placement, units=tuple(units))
 
     def describe_activations(self) -> str:

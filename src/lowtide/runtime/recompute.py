@@ -4,17 +4,27 @@ The forward of a unit's module runs inside ``torch.utils.checkpoint``; our saved
 so views of parameters stay recipes in the graph and the checkpoint is left with activations only.
 
 [Note: the second time must be the first again] Recomputing is exact only if the module finds what it found the first time.
-Random numbers and autocast are the checkpoint's part. Ours is the rest: the parameters are pinned, and must be as old as
-they were; the buffers that the forward changed (BatchNorm statistics) are, for the time of the recomputation, copies with
-their former values, so that the real ones do not move twice and no graph that saved them notices; ``training`` is what it
-was; inputs that the forward changes in place are found out in the first call. What else a module keeps in Python is its own
-affair.
+Random numbers of torch's and autocast are the checkpoint's part. Ours is the rest:
+
+- The parameters are pinned, and must be as old as they were. The buffers that the forward changed (BatchNorm statistics) are,
+  for the time of the recomputation, copies with their former values, so that the real ones do not move twice and no graph that
+  saved them notices. ``training`` is what it was, the generators of Python and NumPy are put back, and arguments that were one
+  object are one again.
+- A forward that changes anything else is not computed again. It is looked at before and after (``hidden_state.py``); what
+  autograd saved in it is held until then, and only dropped if nothing has changed.
+- What is dropped is hashed (``prints.py``), and every recomputation is compared before anything is computed with it. The first
+  one of each module runs to its end and is compared in its results, too; later ones stop at the last tensor that was saved. If
+  it differs, state has moved on that nobody can see: going on would give other numbers, so the model is poisoned.
+
+[Note: one rank may keep what the others compute again] Whether state has changed is found out by each rank for itself. A rank
+that keeps a unit brings its parameters where it would have computed it again, so that all ranks gather in one order.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,11 +33,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.errors import Refused, StaleGraph
-from lowtide.runtime.saved import SavedViews
+from lowtide.errors import RecomputedDifferently, Refused, StaleGraph
+from lowtide.runtime.hidden_state import HostGenerators, Look, hook_of_a_caller
+from lowtide.runtime.outputs import tensors_in
+from lowtide.runtime.prints import can_be_printed, print_of
+from lowtide.runtime.saved import Held, SavedViews
 from lowtide.runtime.unit import Unit
 from lowtide.spec.units import needs
-from lowtide.torch_internals import backward_under_way
+from lowtide.torch_internals import backward_under_way, storage_of
 
 _LARGE = 1 << 20  # buffers above this are copied before a forward only as long as it is not known to leave them alone
 
@@ -38,6 +51,25 @@ class Pinning(Protocol):
     def before_forward(self, units: Sequence[Unit]) -> None: ...
 
     def after_forward(self, units: Sequence[Unit]) -> None: ...
+
+    def as_if_computed_again(self, units: Sequence[Unit]) -> None:
+        """Take part in what other ranks do to compute ``units`` again."""
+
+    def poison(self, reason: str) -> None:
+        """Nobody may use the model before it is loaded anew."""
+
+
+class Choice(Protocol):
+    """Who decides about activations."""
+
+    def should_recompute(self, module: nn.Module) -> bool:
+        """Asked when the forward of ``module`` begins: whether it is to be computed again."""
+        ...
+
+    def should_keep(self, module: nn.Module, nbytes: int, changes: str | None) -> bool:
+        """Asked when it ends: whether the ``nbytes`` that autograd saved are kept all the same. ``changes``: they must be,
+        because the forward has changed this."""
+        ...
 
 
 def modules_to_wrap(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
@@ -50,19 +82,19 @@ def modules_to_wrap(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, 
 
 
 class Recompute:
-    """Replaces the ``forward`` of modules by one that recomputes when ``chosen`` says so; it is asked at every call."""
+    """Replaces the ``forward`` of modules by one that recomputes when ``choice`` says so; it is asked at every call."""
 
-    def __init__(self, engine: Pinning, saved: SavedViews, chosen: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, engine: Pinning, saved: SavedViews, choice: Choice) -> None:
         self._engine = engine
         self._saved = saved
-        self._chosen = chosen
+        self._choice = choice
         self._replaced: dict[nn.Module, Callable[..., Any] | None] = {}
 
     def install(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Make ``module``, which needs ``units``, able to recompute."""
         original: Callable[..., Any] = module.forward
         self._replaced[module] = vars(module).get("forward")
-        habits = _Habits()
+        habits = _Habits(_names_of(original))
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -70,14 +102,14 @@ class Recompute:
                 return original(*args, **kwargs)
             if not torch.is_grad_enabled() or not self._answer(module, habits):
                 return original(*args, **kwargs)
-            return _Call(self._engine, self._saved, module, units, habits).run(original, args, kwargs)
+            return _Call(self._engine, self._saved, self._choice, module, units, habits).run(original, args, kwargs)
 
         module.forward = forward
 
     def _answer(self, module: nn.Module, habits: _Habits) -> bool:
         # In backward this is the recomputation of a caller's checkpoint, which must go as its forward went.
         if backward_under_way() is None or habits.answer is None:
-            habits.answer = not habits.changes_inputs and self._chosen(module)
+            habits.answer = self._choice.should_recompute(module)
         return habits.answer
 
     def remove(self) -> None:
@@ -94,65 +126,178 @@ class Recompute:
 class _Habits:
     """What earlier calls of a module have shown."""
 
+    names: tuple[str, ...]  # of the arguments of its forward
     answer: bool | None = None  # whether the last forward was to be recomputed
-    changes_inputs: bool | None = None  # unknown before the first call
+    tried: bool = False  # one recomputation has come to the same results
+    writes: bool | None = None  # whether the forward writes to its parameters; unknown before the first
     constant: set[tuple[bool, nn.Module, str]] = field(default_factory=set[tuple[bool, nn.Module, str]])
     """Large buffers that a forward (in training or not) left alone."""
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, by the names that a message gives them."""
+        names = [*self.names, *(f"argument {number + 1}" for number in range(len(self.names), len(args)))]
+        return {**dict(zip(names, args, strict=False)), **{f"argument {name!r}": value for name, value in kwargs.items()}}
+
+
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """What a message calls the arguments that ``forward`` gets by position."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # it is built in
+        return ()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(f"argument {p.name!r}" for p in parameters if p.kind in by_position)
+
+
+class _Arguments:
+    """The arguments of a call as a list of tensors, each once, and what is left of them without tensors.
+
+    What a checkpoint gets by position passes through saved-tensor hooks, and can be spilled; but each for itself, so that
+    ``a is b`` would be lost between two arguments.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+        self._rest = self._without_tensors((args, kwargs))
+        self._numbers.clear()
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._filled(self._rest, tensors)
+
+    def _without_tensors(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in self._numbers:
+                self._numbers[id(value)] = len(self.tensors)
+                self.tensors.append(value)
+            return _Number(self._numbers[id(value)])
+        return _mapped(value, self._without_tensors)
+
+    def _filled(self, value: Any, tensors: Sequence[Tensor]) -> Any:
+        if type(value) is _Number:
+            return tensors[value.number]
+        return _mapped(value, lambda inner: self._filled(inner, tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """The place of a tensor."""
+
+    number: int
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """``value`` with ``function`` of everything in it, if it is a container of Python's own; other objects are themselves."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind(function(each) for each in value)
+    if kind is dict:
+        return {key: function(each) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return kind._make(function(each) for each in value)
+    return value
 
 
 class _Call:
     """One forward of a module, and its recomputations."""
 
-    def __init__(self, engine: Pinning, saved: SavedViews, module: nn.Module, units: Sequence[Unit], habits: _Habits) -> None:
-        self._engine, self._saved, self._units, self._habits = engine, saved, units, habits
+    def __init__(
+        self,
+        engine: Pinning,
+        saved: SavedViews,
+        choice: Choice,
+        module: nn.Module,
+        units: Sequence[Unit],
+        habits: _Habits,
+    ) -> None:
+        self._engine, self._saved, self._choice = engine, saved, choice
+        self._module, self._units, self._habits = module, units, habits
         self._params = [param for unit in units for param in unit.params]
         self._versions = [_version(p) for p in self._params]
         self._needed = [saved.need(unit) for unit in units]
         self._before = _Before(module, habits)
         self._name = units[0].name if units else type(module).__name__
+        self._generators: HostGenerators | None = None  # as they were, if the forward has used them
+        self._prints = _Prints()
+        self._held: list[Held] = []
+        self._pass: int | None = None  # the last backward pass in which something was used that was kept
 
     def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Keywords become positions: what a checkpoint gets by position passes through saved-tensor hooks, and can be spilled.
-        names, count = tuple(kwargs), len(args)
-        actual = (*args, *kwargs.values())
-        first = [actual]
-
-        def call(*again: Any) -> Any:
-            values = first.pop() if first else again
-            return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
-
-        tensors = [value for value in actual if isinstance(value, Tensor) and not value.is_inference()]
+        arguments = _Arguments(args, kwargs)
+        tensors = [tensor for tensor in arguments.tensors if not tensor.is_inference()]
         versions = [_version(tensor) for tensor in tensors]
-        unknown = self._habits.changes_inputs is None
-        kept = [value.clone() if unknown and type(value) is Tensor else value for value in actual]
+        named = self._habits.named(args, kwargs)
+        tree = list(self._module.named_modules())
+        look, generators = Look(tree, named), HostGenerators.now()
+        trial = not self._habits.tried
+        written = [print_of(p) for p in self._params] if self._habits.writes is not False else []
+        first = [(args, kwargs)]
+        del args, kwargs  # or the graph would hold them
+
+        def call(*again: Tensor) -> Any:
+            if first:
+                args, kwargs = first.pop()
+                return original(*args, **kwargs)
+            args, kwargs = arguments.with_tensors(again)
+            output = original(*args, **kwargs)
+            self._prints.compare_results(output)
+            return None
+
         output = checkpoint(
             call,
-            *kept,
+            *arguments.tensors,
             use_reentrant=False,
             preserve_rng_state=True,
             determinism_check="none",
-            context_fn=lambda: (_Forward(self._saved), _Again(self)),
+            early_stop=not trial,
+            context_fn=lambda: (_Forward(self, self._saved), _Again(self)),
         )
-        self._learn(changed_inputs=versions != [_version(tensor) for tensor in tensors])
+        arguments.tensors = []
+        if not (now := HostGenerators.now()).is_as(generators):
+            self._generators = generators
+        del now
+        changed = (
+            "its inputs in place"
+            if versions != [_version(tensor) for tensor in tensors]
+            else look.difference(Look(tree, named)) or self._changed_tensors(written) or hook_of_a_caller(tree)
+        )
+        self._drop_or_keep(changed)
+        if trial and changed is None:
+            self._prints.note_results(output)
         return output
 
-    def _learn(self, *, changed_inputs: bool) -> None:
-        """The forward is over: what did it change?"""
-        if self._habits.changes_inputs is None:
-            self._habits.changes_inputs = changed_inputs
-        elif changed_inputs:
-            self._habits.changes_inputs = True
-            raise self._refused("its inputs in place, which it did not before")
-        if self._versions != [_version(p) for p in self._params]:
-            raise self._refused("its own parameters")
-        if (name := self._before.forget_unchanged(self._habits)) is not None:
-            raise self._refused(f"its buffer {name!r}, which it did not before")
+    def _changed_tensors(self, prints: Sequence[int | None]) -> str | None:
+        """The parameter or buffer that the forward has changed and that cannot be put back. ``prints``: of the parameters
+        before it, if it is not known yet whether it writes to them past their versions (``param.data``)."""
+        if prints:
+            self._habits.writes = list(prints) != [print_of(p) for p in self._params]
+        if self._habits.writes or self._versions != [_version(p) for p in self._params]:
+            return "its own parameters"
+        name = self._before.forget_unchanged(self._habits)
+        return None if name is None else f"its buffer {name!r}"
 
-    def _refused(self, what: str) -> Refused:
-        return Refused(
-            f"the forward pass of unit {self._name!r} changes {what}, so that it cannot be computed again. "
-            f'Keep its activations (activations="keep").'
-        )
+    def _drop_or_keep(self, changed: str | None) -> None:
+        held, self._held = self._held, []
+        if self._choice.should_keep(self._module, self._saved.bytes_of(held), changed):
+            self._saved.keep(held)
+        else:
+            for each in held:
+                each.drop()
+        self._prints.forget_tensors()
+
+    # -- what autograd saves ------------------------------------------------------------------------------------------
+
+    def saw(self, tensor: Tensor, parameter: tuple[object, ...] | None) -> int | None:
+        return self._prints.saw(tensor, parameter)
+
+    def hold(self, held: Held) -> Held:
+        self._held.append(held)
+        return held
+
+    def used(self) -> None:
+        if (this := backward_under_way()) != self._pass:
+            self._pass = this
+            self._engine.as_if_computed_again(self._units)
 
     # -- again --------------------------------------------------------------------------------------------------------
 
@@ -166,34 +311,110 @@ class _Call:
                 if _version(param) != version:
                     raise StaleGraph(self._name)
             present = self._before.put_back()
-            return self._saved.open_in_checkpoint(again=True), present
+            if self._generators is not None:
+                present.generators = HostGenerators.now()
+                self._generators.put_back()
+            self._prints.begin()
+            return self._saved.open_in_checkpoint(self, again=True), present
         except BaseException:
             self._engine.after_forward(self._units)
             raise
 
-    def end(self, context: saved_tensors_hooks, present: _Present) -> None:
+    def end(self, context: saved_tensors_hooks, present: _Present, error: BaseException | None) -> None:
         """Make everything as it was before ``begin``."""
         try:
             touched = present.restore()
             self._saved.close(context)
         finally:
             self._engine.after_forward(self._units)
+        self._prints.forget_tensors()
         if touched is not None:
             raise Refused(
                 f"the forward pass of unit {self._name!r} reaches its buffer {touched!r} through another name and cannot "
                 f'be computed again. Keep its activations (activations="keep"), or use the buffer by its attribute.'
             )
+        if (difference := self._prints.difference(to_its_end=error is None)) is not None:
+            found = RecomputedDifferently(self._name, difference)
+            self._engine.poison(str(found))
+            raise found from error
+        if error is None:
+            self._habits.tried = True
+
+
+class _Prints:
+    """What autograd saved in a forward, by its prints, in order; and whether a recomputation is the same."""
+
+    def __init__(self) -> None:
+        self._expected: list[Any] = []
+        self._results: list[int | None] | None = None
+        self._again: int | None = None  # how many tensors the recomputation has saved
+        self._difference: str | None = None
+        self._known: dict[tuple[object, ...], int | None] = {}
+        self._tensors: list[Tensor] = []  # that are known: nobody else gets their memory meanwhile
+
+    def saw(self, tensor: Tensor, parameter: tuple[object, ...] | None) -> int | None:
+        """A tensor is saved: its number, None for one too many."""
+        found = parameter if parameter is not None else self._print(tensor)
+        if self._again is None:
+            self._expected.append(found)
+            return len(self._expected) - 1
+        number, self._again = self._again, self._again + 1
+        if number >= len(self._expected):
+            self._differs(f"it saved more than the {len(self._expected)} tensors of the first time")
+            return None
+        if found != self._expected[number]:
+            total, what = len(self._expected), f"{tensor.dtype} of shape {list(tensor.shape)}".removeprefix("torch.")
+            self._differs(f"tensor {number + 1} of the {total} that autograd saved in it, {what}, is not the same")
+        return number
+
+    def _print(self, tensor: Tensor) -> int | None:
+        if not can_be_printed(tensor) or (tensor.dtype is torch.uint8 and tensor.dim() == 1):
+            return None  # of the second kind is the working memory of oneDNN's LSTM: parts of it nobody has ever written
+        version = _version(tensor)
+        key = (storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, version)
+        if key not in self._known:
+            self._known[key] = print_of(tensor)
+            self._tensors.append(tensor.detach())
+        return self._known[key]
+
+    def note_results(self, output: Any) -> None:
+        """Recomputations that run to their end are to come to ``output``."""
+        self._results = [print_of(tensor) for tensor in tensors_in(output)]
+
+    def compare_results(self, output: Any) -> None:
+        """A recomputation ran to its end."""
+        if self._results is not None and self._results != [print_of(tensor) for tensor in tensors_in(output)]:
+            self._differs("its result is not the same")
+
+    def begin(self) -> None:
+        """A recomputation begins."""
+        self._again, self._difference = 0, None
+
+    def difference(self, *, to_its_end: bool) -> str | None:
+        """What has differed in the recomputation that is over."""
+        missing = len(self._expected) - (self._again or 0)
+        if self._difference is None and to_its_end and missing > 0:
+            self._differs(f"it saved {missing} fewer than the {len(self._expected)} tensors of the first time")
+        return self._difference
+
+    def forget_tensors(self) -> None:
+        self._known.clear()
+        self._tensors.clear()
+
+    def _differs(self, how: str) -> None:
+        self._difference = self._difference or how
 
 
 class _Forward:
     """Around the first forward, inside the checkpoint's hooks."""
 
-    def __init__(self, saved: SavedViews) -> None:
+    def __init__(self, call: _Call, saved: SavedViews) -> None:
+        self._call = call
         self._saved = saved
         self._context: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
-        self._context = self._saved.open_in_checkpoint(again=False)
+        self._context = self._saved.open_in_checkpoint(self._call, again=False)
 
     def __exit__(self, *_: object) -> None:
         self._saved.close(self._context)
@@ -209,8 +430,8 @@ class _Again:
     def __enter__(self) -> None:
         self._open.append(self._call.begin())
 
-    def __exit__(self, *_: object) -> None:
-        self._call.end(*self._open.pop())
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._call.end(*self._open.pop(), error)
 
 
 @dataclass(slots=True)
@@ -250,9 +471,11 @@ class _Before:
                 self._buffers.append(_Buffer(owner, name, value, 0 if value is None else _version(value), copy))
 
     def forget_unchanged(self, habits: _Habits) -> str | None:
-        """Keep only what the forward changed. Returns the name of a buffer that changed although no copy was made."""
+        """Keep only what the forward changed. Returns the name of a buffer that changed although no copy was made, or that is
+        new."""
         changed: list[_Buffer] = []
-        lost = None
+        known = {(buffer.owner, buffer.name) for buffer in self._buffers}
+        lost = next((name for owner in self._modules for name in _buffers(owner) if (owner, name) not in known), None)
         for buffer in self._buffers:
             habit = (buffer.owner.training, buffer.owner, buffer.name)
             if buffer.is_changed_in_place() and buffer.copy is None:
@@ -281,6 +504,7 @@ class _Present:
     """What a module is before it is computed again, to be restored afterwards."""
 
     def __init__(self, modules: Sequence[nn.Module], *, with_buffers: bool) -> None:
+        self.generators: HostGenerators | None = None
         self._training = [(m, m.training) for m in modules]
         named = [(m, name, value) for m in modules for name, value in _buffers(m).items()] if with_buffers else []
         self._buffers = [(*place, 0 if place[2] is None else _version(place[2])) for place in named]
@@ -288,6 +512,8 @@ class _Present:
     def restore(self) -> str | None:
         """Returns the name of a buffer that was changed although a copy stood in its place."""
         _set_training(self._training)
+        if self.generators is not None:
+            self.generators.put_back()
         touched = None
         for module, name, value, version in self._buffers:
             _buffers(module)[name] = value

@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +28,10 @@ from lowtide.runtime.unit import Unit
 from lowtide.torch_internals import (
     at_end_of_backward,
     backward_under_way,
+    forget_memory,
     innermost_saved_tensor_hooks,
     is_functorch_wrapped,
+    is_of_checkpoint,
     profile_under_way,
 )
 
@@ -72,6 +74,11 @@ class _Recipe(Needed):
         version = view._version  # pyright: ignore[reportPrivateUsage]
         self.counted = version if version == self._now() else None
         self.former: Tensor | None = None  # the values, if the parameter was given other memory since
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Which values it stands for."""
+        return self.unit.index, self.offset, tuple(self.shape), self.stride
 
     def check(self) -> None:
         super().check()
@@ -166,6 +173,70 @@ class _Kept:
         tensor = self.tensor
         check_version(tensor._version, self.version, tensor.shape, tensor.dtype)  # pyright: ignore[reportPrivateUsage]
         return tensor
+
+
+class Held:
+    """A tensor saved inside a checkpoint: held until its module is done, then dropped to be computed again, or kept after all.
+
+    Dropped, it still shares the version counter, so that a change in place is found as in plain PyTorch.
+    """
+
+    __slots__ = ("_compute", "_kept", "_packed", "_tensor", "_used", "dtype", "is_held", "shape", "version")
+
+    def __init__(self, tensor: Tensor, packed: Any, compute: Callable[[Any], Tensor], used: Callable[[], None]) -> None:
+        self._tensor: Tensor | None = tensor.detach()
+        self.version = _version_of(tensor)
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self._packed, self._compute = packed, compute
+        self._used = used
+        self._kept: Spilled | _Kept | None = None
+        self.is_held = True
+        """Whether its memory is there because of this."""
+
+    @property
+    def storage(self) -> tuple[int, int]:
+        """Address and size of its memory."""
+        address = _address_of(self._tensor) if self.is_held and self._tensor is not None else 0
+        return (address, self._tensor.untyped_storage().nbytes()) if address and self._tensor is not None else (0, 0)
+
+    def keep(self, keep: Callable[[Tensor], Spilled | _Kept]) -> None:
+        if self.is_held and self._tensor is not None:
+            self._kept = keep(self._tensor)
+            self._tensor = self._kept.tensor if isinstance(self._kept, _Kept) else self._kept.counter
+            self._packed, self.is_held = None, False
+
+    def drop(self) -> None:
+        if type(self._tensor) is Tensor and _address_of(self._tensor):
+            forget_memory(self._tensor)
+        else:
+            self._tensor = None
+        self.is_held = False
+
+    def unpack(self) -> Tensor:
+        if self._tensor is not None:
+            check_version(_version_of(self._tensor), self.version, self.shape, self.dtype)
+            if self.is_held:  # a backward pass inside the forward of its module
+                return self._tensor
+        if self._kept is not None:
+            self._used()
+            return self._kept.unpack()
+        return self._compute(self._packed)
+
+
+class Record(Protocol):
+    """What a call that may be computed again is told of the tensors that autograd saves in it."""
+
+    def saw(self, tensor: Tensor, parameter: tuple[object, ...] | None) -> int | None:
+        """The next tensor was saved; ``parameter``: it is this view of parameters. None: it may not be counted any more."""
+
+    def hold(self, held: Held) -> Held: ...
+
+    def used(self) -> None:
+        """Backward takes a tensor that was kept."""
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,12 +341,16 @@ class SavedViews:
             address = _address_of(tensor)
             recipe = self._recipe(tensor, address)
             if recipe is not None:
+                if numbered is not None:
+                    numbered(tensor)
                 return recipe
             return _Outer(outer[0](tensor), outer[1]) if outer is not None else self._keep(tensor, address, seen)
 
+        # A checkpoint may be outside of our hooks in its recomputation and inside of them in forward, where it sees all.
+        numbered = outer[0] if outer is not None and is_of_checkpoint(outer[0]) else None
         return self._opened(pack)
 
-    def open_in_checkpoint(self, *, again: bool) -> saved_tensors_hooks:
+    def open_in_checkpoint(self, record: Record, *, again: bool) -> saved_tensors_hooks:
         """Open the hooks inside those of a checkpoint, which must be the innermost.
 
         A checkpoint tells saved tensors by their number, so it is shown views of parameters as well; it gets no hold on them.
@@ -287,15 +362,29 @@ class SavedViews:
         def pack(tensor: Tensor) -> Any:
             address = _address_of(tensor)
             recipe = self._recipe(tensor, address)
+            number = record.saw(tensor, None if recipe is None else recipe.place)
             if again and recipe is None and address and address not in seen and not self._stays(address):
                 seen.add(address)
                 self._count(tensor.untyped_storage().nbytes())
-            if outer is None:
-                return recipe or _Kept(tensor)
-            packed = outer[0](tensor)
-            return _Outer(packed, outer[1]) if recipe is None else recipe
+            packed = outer[0](tensor) if outer is not None and number is not None else None
+            if recipe is not None:
+                return recipe
+            if again or outer is None or number is None:
+                return _Outer(packed, outer[1]) if packed is not None and outer is not None else _Kept(tensor)
+            return record.hold(Held(tensor, packed, outer[1], record.used))
 
         return self._opened(pack)
+
+    def bytes_of(self, held: Sequence[Held]) -> int:
+        """What keeping would take: storages count once, those that stay in memory anyway not at all."""
+        storages = dict(each.storage for each in held)
+        return sum(nbytes for address, nbytes in storages.items() if not self._stays(address))
+
+    def keep(self, held: Sequence[Held]) -> None:
+        """What is held is not to be dropped: it is kept or spilled, as if it had never been shown to a checkpoint."""
+        seen: set[int] = set()
+        for each in held:
+            each.keep(lambda tensor: self._keep(tensor, _address_of(tensor), seen))
 
     def close(self, context: saved_tensors_hooks | None) -> None:
         if context is not None:
@@ -308,9 +397,13 @@ class SavedViews:
         context.__enter__()
         return context
 
-    def _recipe(self, tensor: Tensor, address: int) -> Needed | None:
+    def _recipe(self, tensor: Tensor, address: int) -> _Recipe | None:
         unit = self._residency.unit_at(address) if address else None
-        return None if unit is None or tensor.is_neg() else self._note(_Recipe(unit, tensor))
+        if unit is None or tensor.is_neg():
+            return None
+        recipe = _Recipe(unit, tensor)
+        self._note(recipe)
+        return recipe
 
     def _keep(self, tensor: Tensor, address: int, seen: set[int]) -> Spilled | _Kept:
         if address and not self._stays(address):
@@ -329,7 +422,7 @@ class SavedViews:
         self.saved_bytes[self._computing[-1] if self._computing else None] += nbytes
 
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Kept | Spilled):
+        if isinstance(packed, _Kept | Spilled | Held):
             return packed.unpack()
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
