@@ -144,6 +144,26 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is one of forward-mode's zeros, which are there in name only."""
+    return tensor._is_zerotensor()
+
+
+def under_transform() -> bool:
+    """Whether one of torch.func's transforms (vmap, grad, jvp) sees the operators that run on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def without_transforms() -> AbstractContextManager[Any]:
+    """No such transform sees the operators inside."""
+    return torch._C._DisableFuncTorch()
+
+
+def takes_saved_tensor_hooks() -> bool:
+    """Whether saved-tensor hooks may be opened: torch.func's gradients allow none."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
 def is_functorch_wrapped(tensor: Tensor) -> bool:
     """Whether a transform (vmap, func.grad) has put ``tensor`` into one of its own, which has no memory."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

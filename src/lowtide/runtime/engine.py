@@ -29,12 +29,33 @@ from lowtide.runtime.outputs import tensors_in
 from lowtide.runtime.prefetch import Successors
 from lowtide.runtime.unit import Unit
 from lowtide.spec.units import UnitSpec
-from lowtide.torch_internals import at_end_of_backward, backward_under_way, is_tracing, mark_changed
+from lowtide.torch_internals import (
+    at_end_of_backward,
+    backward_under_way,
+    is_tracing,
+    mark_changed,
+    under_transform,
+    without_transforms,
+)
 
 _log = logging.getLogger("lowtide")
 
 Touch = Callable[[nn.Parameter, Callable[..., Any], Any, Any], Any]
 """What an evicted parameter answers when it is used, while a state_dict is written or read."""
+
+
+def _aside(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """``verb``, unseen by the caller's torch.func transforms: memory and parameters are ours, not the function's to be mapped
+    or differentiated."""
+
+    @functools.wraps(verb)
+    def aside(*args: Any) -> Any:
+        if not under_transform():
+            return verb(*args)
+        with without_transforms():
+            return verb(*args)
+
+    return aside
 
 
 class _Pass:
@@ -79,31 +100,33 @@ class Engine(Assembly):
         """The model's forward begins."""
         self.check()
         if backward_under_way() is None and self._depth == 0:
-            self.group.watch.phase = "in forward"
-            self._reset_after_failure()
-            self._forward_order.restart()
-            if self.buffers.will_send or self.residency.gathers:
-                self.announcer.say(Verb.FORWARD, int(self.buffers.will_send))
-            self.buffers.before_forward()
-            self.residency.adopt()
-            self.residency.look_at_views()
-            self.residency.tell_lost()
-            if not self.announcer.is_open:  # ranks that follow others may need what this one has dropped
-                self.grads.give_back()
-            if torch.is_grad_enabled() and self.residency.pinned() is None:
-                self.placer.before_forward(self.shelves)
+            self._begin_forward()
             self.activations.enter_model(self.model, tensors_in((args, kwargs)))
         self._depth += 1
         prepared = (prepare_inputs(x, self.config.precision, self.scale, outermost=self._depth == 1) for x in (args, kwargs))
         return tuple(prepared)
 
+    @_aside
+    def _begin_forward(self) -> None:
+        self.group.watch.phase = "in forward"
+        self._reset_after_failure()
+        self._forward_order.restart()
+        if self.buffers.will_send or self.residency.gathers:
+            self.announcer.say(Verb.FORWARD, int(self.buffers.will_send))
+        self.buffers.before_forward()
+        self.residency.adopt()
+        self.residency.look_at_views()
+        self.residency.tell_lost()
+        if not self.announcer.is_open:  # ranks that follow others may need what this one has dropped
+            self.grads.give_back()
+        if torch.is_grad_enabled() and self.residency.pinned() is None:
+            self.placer.before_forward(self.shelves)
+
     def leave_model(self, output: Any) -> Any:
         """The model's forward is over, with a result or an exception."""
         self._depth -= 1
         if self._depth == 0 and backward_under_way() is None:
-            self.buffers.after_forward(sync=self.grads.sync)
-            self._release_demanded()
-            after_forward(self)
+            self._end_forward()
         if not torch.is_grad_enabled():
             return output
         if self._depth == 0:
@@ -113,6 +136,12 @@ class Engine(Assembly):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_output_gradient)
         return output
+
+    @_aside
+    def _end_forward(self) -> None:
+        self.buffers.after_forward(sync=self.grads.sync)
+        self._release_demanded()
+        after_forward(self)
 
     def _on_output_gradient(self, _: Tensor) -> None:
         self._in_backward()
@@ -126,6 +155,7 @@ class Engine(Assembly):
     def close_saved(self, context: saved_tensors_hooks | None) -> None:
         self.activations.saved.close(context)
 
+    @_aside
     def before_forward(self, units: Sequence[Unit]) -> None:
         """A module that needs ``units`` begins."""
         self.check()
@@ -157,6 +187,7 @@ class Engine(Assembly):
                     self.residency.prefetch(following)
                     self.due.expect(following)
 
+    @_aside
     def after_forward(self, units: Sequence[Unit]) -> None:
         """That module is done."""
         self.placer.clock.leave()
@@ -169,6 +200,7 @@ class Engine(Assembly):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
+    @_aside
     def _in_backward(self) -> bool:
         """Whether a backward pass is under way here; its end is awaited from the first time this is asked."""
         if backward_under_way() is None:
@@ -188,6 +220,7 @@ class Engine(Assembly):
             at_end_of_backward(functools.partial(self._end_backward, this))
         return True
 
+    @_aside
     def needed_in_backward(self, unit: Unit) -> None:
         """Autograd unpacks a view of ``unit``'s parameters."""
         self.check()
@@ -202,6 +235,7 @@ class Engine(Assembly):
                 self.backward_update.expect(unit)
             self.budget.look(("backward", unit.index))
 
+    @_aside
     def grad_arriving(self, key: int, grad: Tensor) -> None:
         """Autograd is about to accumulate the gradient of parameter ``key``."""
         self.check()
@@ -209,6 +243,7 @@ class Engine(Assembly):
         self._settle(self.grads.by_key[key].unit)
         self.grads.arriving(self.grads.by_key[key], grad)
 
+    @_aside
     def grad_arrived(self, key: int) -> None:
         """Autograd has accumulated it."""
         record = self.grads.by_key[key]
@@ -230,6 +265,7 @@ class Engine(Assembly):
         if all(p.requires_grad for p in unit.params):
             self.residency.forget([unit])
 
+    @_aside
     def _end_backward(self, _: _Pass) -> None:
         self._backward = None
         self.grads.divide_by(self.scale.value)
@@ -343,11 +379,15 @@ class Engine(Assembly):
             raise errors.Evicted(self.name_of[param], unit.name, getattr(function, "__name__", str(function)))
         self.check()
         if unit not in self._demanded:
-            self.trace("demand", unit.name)
-            self._settle(unit)
-            self.residency.pin(unit)
-            self._demanded.add(unit)
+            self._demand(unit)
         return function(*args, **kwargs)
+
+    @_aside
+    def _demand(self, unit: Unit) -> None:
+        self.trace("demand", unit.name)
+        self._settle(unit)
+        self.residency.pin(unit)
+        self._demanded.add(unit)
 
     def stride_of(self, param: nn.Parameter) -> tuple[int, ...]:
         unit = self.unit_of[param]

@@ -29,8 +29,10 @@ from lowtide.torch_internals import (
     at_end_of_backward,
     backward_under_way,
     innermost_saved_tensor_hooks,
+    has_no_memory,
     is_functorch_wrapped,
     profile_under_way,
+    takes_saved_tensor_hooks,
 )
 
 
@@ -178,7 +180,7 @@ class _Outer:
 
 def _address_of(tensor: Tensor) -> int:
     """Where the storage of ``tensor`` begins; 0 if it has none that could be told."""
-    if tensor.layout is not torch.strided or is_functorch_wrapped(tensor):
+    if tensor.layout is not torch.strided or is_functorch_wrapped(tensor) or has_no_memory(tensor):
         return 0
     return tensor.untyped_storage().data_ptr()
 
@@ -260,7 +262,10 @@ class SavedViews:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def open(self) -> saved_tensors_hooks | None:
-        """Open the hooks, unless ours are the innermost already."""
+        """Open the hooks, unless ours are the innermost already, or torch takes none: what is saved then keeps the memory
+        that it lies in, and a parameter itself cannot be read once it is evicted."""
+        if not takes_saved_tensor_hooks():
+            return None
         outer = innermost_saved_tensor_hooks()
         if outer is not None and outer[0] in self._pack_functions:
             return None
