@@ -210,6 +210,11 @@ class Engine(Assembly):
             self.update.forget_expected()  # of units that the forward pass did not reach
             if self.backward_update is not None:
                 self.backward_update.refuse_second_pass()
+                if self._depth == 0 and (unit := self.residency.pinned()) is not None:
+                    raise errors.Refused(
+                        f"loss.backward() with update='backward' inside gathered() of unit {unit.name!r}; leave it first: "
+                        f"graphs made inside can be walked outside."
+                    )
             self.announcer.say(Verb.BACKWARD)
             self.group.watch.phase = "in backward"
             this = _Pass()
@@ -322,6 +327,7 @@ class Engine(Assembly):
         if (unit := self.residency.pinned()) is not None:
             raise errors.Refused(f"optimizer.step() inside gathered() or a forward pass of unit {unit.name!r}; leave it first.")
         if self.backward_update is not None:
+            self.grads.refuse_given()
             return _end_step_in_backward(self, self.backward_update)
         bad_key = self.grad_facts.first_not_finite()
         self.scale.after_step(skipped=bad_key is not None)
@@ -356,10 +362,13 @@ class Engine(Assembly):
             self.placer.apply_now(self.shelves)
 
     def parameters_written(self, units: Iterable[Unit]) -> None:
-        """Parameter values have come from outside (gathered(write=True)): graphs on the old ones are stale."""
+        """Parameter values have come from outside (gathered(write=True)). On several ranks graphs on the old ones are stale; on
+        one they are what they would be in plain PyTorch."""
         for unit in units:
             self.update.refresh_masters(unit.params)
-            unit.version += 1
+            before, unit.version = unit.version, unit.version + 1
+            if self.group.size == 1:
+                self.activations.saved.carry_over(unit, before)
 
     def _written(self, unit: Unit, indices: Sequence[int]) -> None:
         """A caller has changed parameters of a unit, by index. Graphs are what they would be in plain PyTorch."""

@@ -259,6 +259,12 @@ class SavedViews:
             if not isinstance(needed, _Recipe):
                 needed.rewritten = unit.names[indices[0]]
 
+    def carry_over(self, unit: Unit, version: int) -> None:
+        """Views of a unit that had ``version`` show what was written since; each tells by itself if autograd knows of it."""
+        for needed in list(self._needed.get(unit, ())):
+            if isinstance(needed, _Recipe) and needed.version == version:
+                needed.version = unit.version
+
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def open(self) -> saved_tensors_hooks | None:
