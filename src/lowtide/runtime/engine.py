@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide import errors
 from lowtide.comm.channel import Channel
@@ -83,6 +84,7 @@ class Engine(Assembly):
         self._forward_order, self._backward_order = Successors(), Successors()
         self._depth = 0  # of forward passes under way: root or unit
         self._backward: weakref.ref[_Pass] | None = None  # the outermost backward under way; dies with it
+        self._watched = WeakTensorKeyDictionary()  # outputs that have our hook: a leaf is one again and again
         self._demanded: set[Unit] = set()  # pinned outside their modules, until the pass ends
         self.poisoned_by: str | None = None  # why nobody may use the model before it is loaded anew
         self._touch: Touch | None = None
@@ -133,8 +135,9 @@ class Engine(Assembly):
             output = self.scale.on_output(output)
         # The first thing a backward pass reaches: it tells the outermost pass from those that checkpoints nest in it.
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.requires_grad and tensor not in self._watched:
                 tensor.register_hook(self._on_output_gradient)
+                self._watched[tensor] = None
         return output
 
     @_aside
@@ -446,9 +449,14 @@ class Engine(Assembly):
             with undisturbed():
                 self._or_poison(lambda: self.due.settle(unit))
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether no failure has left values that nobody may use."""
+        return self.poisoned_by is None and self.residency.damaged_by is None
+
     def before_load(self) -> None:
         """Values are about to be replaced: finish a step that was put off, or, after a failure, forget it."""
-        if self.poisoned_by is None and self.residency.damaged_by is None:
+        if self.is_usable:
             self.settle()
         else:
             self.due.forget()

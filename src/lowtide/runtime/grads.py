@@ -157,6 +157,9 @@ class Grads:
             record.param.grad = None
         if record.is_shown:
             if not self.sync:
+                if self._is_zero(record):  # zero_grad(set_to_none=False): what is added to is this rank's own from here on
+                    record.param.grad = torch.zeros_like(grad)
+                    return
                 raise Refused(
                     "a backward inside no_sync() follows one that was reduced. Call zero_grad() first, or run only the last "
                     "micro-batch outside no_sync()."
@@ -317,6 +320,11 @@ class Grads:
         record.local = grad.detach() if record.local is None else record.local.add_(grad.detach())
         record.param.grad = None
         record.unreduced = False
+
+    def _is_zero(self, record: GradRecord) -> bool:
+        """Whether this rank's part of the gradient that is shown is all zeros."""
+        values = self.piece(record, *self.kept_range(record.unit, record.index))
+        return values is not None and not values.count_nonzero()
 
     def _next_to_submit(self) -> Unit | None:
         return next((unit for unit in self._order if unit not in self._tickets), None)
