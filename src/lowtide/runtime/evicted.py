@@ -118,6 +118,10 @@ class EvictedParameter(nn.Parameter):
             with without_torch_function():  # a view for the sake of its grad_fn: nothing can read it
                 return func(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Torch asks no ``__torch_function__`` about this one."""
+        return EvictedParameter.__torch_function__(_T.set_, (EvictedParameter,), (self, *args), kwargs)
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise Refused("an evicted parameter cannot be copied; copy the model before lowtide.shard, or use state_dict().")
 

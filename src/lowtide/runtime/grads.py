@@ -149,7 +149,7 @@ class Grads:
     def arriving(self, record: GradRecord, grad: Tensor) -> None:
         """Autograd is about to accumulate, or only computes (``torch.autograd.grad``): what is shown must not be added to, it
         holds other ranks' gradients too."""
-        if grad.layout is not torch.strided:
+        if is_sparse(grad):
             name = record.unit.names[record.index]
             raise Refused(f"the gradient of {name!r} is sparse; build the embedding with sparse=False to train it sharded.")
         if isinstance(record.param.grad, UsedGrad):  # of zeros; others are refused before a backward begins
@@ -531,6 +531,9 @@ class Grads:
                     yield every[part.index], part.lo, values
             for record in records:
                 if record.index not in shelved:
+                    if is_sparse(record.param.grad):  # of one rank that shards nothing: others refuse them
+                        yield record, 0, record.param.grad._values().flatten()  # pyright: ignore
+                        continue
                     lo, hi = unit.layout.piece(record.index, self._group.shard.rank)
                     values = self.piece(record, lo, hi)
                     if values is not None:
@@ -540,6 +543,11 @@ class Grads:
 @contextmanager
 def _empty(_: Unit, nbytes: int) -> Generator[Tensor]:
     yield torch.empty(nbytes, dtype=torch.uint8)
+
+
+def is_sparse(grad: Tensor | None) -> bool:
+    """Whether a gradient lists the rows that it has (``nn.Embedding(sparse=True)``)."""
+    return grad is not None and grad.layout is not torch.strided
 
 
 def refuse_unreduced(records: Iterable[GradRecord]) -> None:
