@@ -28,8 +28,8 @@ from lowtide.runtime.unit import Unit
 from lowtide.torch_internals import (
     at_end_of_backward,
     backward_under_way,
-    innermost_saved_tensor_hooks,
     has_no_memory,
+    innermost_saved_tensor_hooks,
     is_functorch_wrapped,
     profile_under_way,
     takes_saved_tensor_hooks,
