@@ -327,7 +327,8 @@ def _refuse_model(model: nn.Module, *, from_file: bool) -> None:
     _refuse_shared_memory(params)
     if is_scripted(model):
         raise Refused(
-            "TorchScript runs this model as a whole, so that its parameters cannot come and go. Script its blocks, not the model."
+            "TorchScript runs this model as a whole, so that its parameters cannot come and go. "
+            "Script its blocks, not the model."
         )
     if is_compiled_whole(model):
         raise Refused(NO_WHOLE_COMPILE)

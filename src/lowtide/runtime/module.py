@@ -76,8 +76,8 @@ class ShardedModule(nn.Module):
         engine.announcer.refuse_alone("model.load_state_dict()")
         usable = engine.is_usable
         engine.before_load()
-        named = [(name, p) for name, p in self.named_parameters(remove_duplicate=False) if name in state_dict]
-        given = {param: state_dict[name] for name, param in named if state_dict[name].shape == param.shape}
+        named = self.named_parameters(remove_duplicate=False)
+        given = {param: state_dict[name] for name, param in named if _fits(param, state_dict.get(name))}
         try:
             with _loading(engine, given):
                 result = super().load_state_dict(state_dict, strict=strict)
@@ -108,6 +108,10 @@ class ShardedModule(nn.Module):
         raise Refused("a sharded model cannot be pickled; save model.state_dict() instead.")
 
 
+def _fits(param: nn.Parameter, value: object) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and not value.is_meta
+
+
 def _loaded(engine: Engine, given: Mapping[nn.Parameter, Tensor]) -> None:
     for unit in engine.units:
         engine.update.write_masters(unit, given)
@@ -119,8 +123,8 @@ def refuse_in_parts(engine: Engine, *, whole_on_rank_0: bool) -> None:
     if engine.group.shard.size > 1 and not whole_on_rank_0:
         raise Refused(
             "torch.distributed.checkpoint cannot read a model or optimizer whose states are sharded by lowtide. Save with "
-            "lowtide.save(folder, model, optimizer), which any number of ranks can load; whole states are model.state_dict() and "
-            "optimizer.state_dict() on rank 0."
+            "lowtide.save(folder, model, optimizer), which any number of ranks can load; model.state_dict() and "
+            "optimizer.state_dict() are whole on rank 0."
         )
 
 
