@@ -374,6 +374,41 @@ def test_operations_on_what_is_not_here(ranks: int) -> None:
     run_ranks(ranks, operations)
 
 
+def torch_checkpoints(rank: int, world: int, stage: int) -> None:
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    model = stack()
+    model, optimizer = lowtide.shard(model, AdamW(model.parameters(), lr=1e-2), stage=stage, comm=COMM)
+    plain = stack()
+    first = AdamW(plain.parameters(), lr=1e-2)
+    train(model, optimizer)
+    train(plain, first)
+    whole = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    on_rank_0 = dcp.get_model_state_dict(model, options=whole)
+    expected = dcp.get_model_state_dict(plain) if rank == 0 else {}
+    assert list(on_rank_0) == list(expected)
+    for name, value in expected.items():
+        assert_bitwise(on_rank_0[name], value, name)
+    way = ("sharded by lowtide", "lowtide.save(folder, model, optimizer)")
+    asked: list[Callable[[], Any]] = [lambda: dcp.get_state_dict(model, optimizer)]
+    asked += [lambda: dcp.get_optimizer_state_dict(model, optimizer)]
+    asked += [lambda: dcp.get_model_state_dict(model)] if stage == 3 else []
+    for call in asked:
+        if world > 1:
+            refused(call, Refused, *way)
+        else:
+            call()
+    if world > 1:
+        assert bool(model.state_dict()) is (stage < 3 or rank == 0), "by itself it is what it was"
+    assert train(model, optimizer) == train(plain, first)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_torch_checkpoints_of_what_is_sharded(stage: int, ranks: int) -> None:
+    run_ranks(ranks, torch_checkpoints, stage)
+
+
 def gradients(rank: int, world: int, stage: int) -> None:
     model = stack()
     model, _ = lowtide.shard(model, AdamW(model.parameters()), stage=stage, comm=COMM)

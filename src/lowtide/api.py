@@ -37,7 +37,7 @@ from lowtide.runtime.probe import large_states, needs_closure, why_not_elementwi
 from lowtide.runtime.unit import contiguous_stride, dense_stride
 from lowtide.spec.hardware import Hardware
 from lowtide.spec.model import ModelSpec
-from lowtide.spec.units import UnitSpec, find_units
+from lowtide.spec.units import UnitSpec, find_units, is_scripted
 from lowtide.spec.weights import refuse_lost_buffers
 from lowtide.torch_internals import is_compiled_whole
 from lowtide.version import __version__
@@ -325,6 +325,11 @@ def _refuse_model(model: nn.Module, *, from_file: bool) -> None:
         way = "build it under `with lowtide.deferred():`, or give weights=" if "meta" in devices else "move it to one device"
         raise Refused(f"the model's parameters are on {', '.join(sorted(devices))}; {way}.")
     _refuse_shared_memory(params)
+    if is_scripted(model):
+        raise Refused(
+            "TorchScript runs this model as a whole, so that its parameters cannot come and go. "
+            "Script its blocks, not the model."
+        )
     if is_compiled_whole(model):
         raise Refused(NO_WHOLE_COMPILE)
     if any(isinstance(m, ShardedModule) for m in model.modules()):

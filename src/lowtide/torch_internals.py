@@ -8,6 +8,7 @@ lowtide requires the torch versions it is tested with; this file is what to look
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -100,6 +101,14 @@ def wrapper_tensor(cls: type[Tensor], like: Tensor, stride: tuple[int, ...]) -> 
     return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=stride, dtype=like.dtype, device=like.device)
 
 
+def asked_by_checkpoint_api() -> Any:
+    """What ``torch.distributed.checkpoint.state_dict`` wants to know, if the function that asks this was called from there.
+    It calls ``state_dict()`` as anybody does, and does not say whether every rank needs an answer."""
+    frame = sys._getframe(2)
+    asks = frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+    return frame.f_locals.get("info") if asks else None
+
+
 def is_tracing() -> bool:
     """Whether torch.compile is looking at the code that runs now."""
     return torch._guards.TracingContext.try_get() is not None
@@ -153,6 +162,26 @@ def is_of_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
 def storage_of(tensor: Tensor) -> int:
     """The number of the storage that ``tensor`` lies in; no other has it as long as the storage lives."""
     return tensor.untyped_storage()._cdata
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is one of forward-mode's zeros, which are there in name only."""
+    return tensor._is_zerotensor()
+
+
+def under_transform() -> bool:
+    """Whether one of torch.func's transforms (vmap, grad, jvp) sees the operators that run on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def without_transforms() -> AbstractContextManager[Any]:
+    """No such transform sees the operators inside."""
+    return torch._C._DisableFuncTorch()
+
+
+def takes_saved_tensor_hooks() -> bool:
+    """Whether saved-tensor hooks may be opened: torch.func's gradients allow none."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
 def is_functorch_wrapped(tensor: Tensor) -> bool:

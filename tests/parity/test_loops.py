@@ -92,6 +92,11 @@ def test_gradients_set_to_zero(ranks: int, stage: int) -> None:
     check(ranks, Case("gpt", stage, Recipe("sgd_momentum", set_to_none=False)))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_set_to_zero_before_no_sync(stage: int) -> None:
+    check(2, Case("gpt", stage, Recipe("sgd_momentum", set_to_none=False, accumulate=2, no_sync=True)))
+
+
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("shares", [(1, 3), (0, 1), (5, 2)], ids=str)
 @pytest.mark.parametrize("by", ["element", "row", "tensor"])

@@ -178,3 +178,5 @@ def test_gradients_set_to_zero(ranks: int, tmp_path: Path) -> None:
     for resident in ("disk", "gradients"):
         recipe = Recipe("sgd_momentum", clip=0.05, set_to_none=False)
         check(ranks, Case("gpt", 3, recipe), Where(resident=resident), tmp_path)
+    recipe = Recipe("sgd_momentum", set_to_none=False, accumulate=2, no_sync=True)
+    check(ranks, Case("gpt", 3, recipe), Where(), tmp_path)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide import errors
 from lowtide.comm.channel import Channel
@@ -29,12 +30,33 @@ from lowtide.runtime.outputs import tensors_in
 from lowtide.runtime.prefetch import Successors
 from lowtide.runtime.unit import Unit
 from lowtide.spec.units import UnitSpec
-from lowtide.torch_internals import at_end_of_backward, backward_under_way, is_tracing, mark_changed
+from lowtide.torch_internals import (
+    at_end_of_backward,
+    backward_under_way,
+    is_tracing,
+    mark_changed,
+    under_transform,
+    without_transforms,
+)
 
 _log = logging.getLogger("lowtide")
 
 Touch = Callable[[nn.Parameter, Callable[..., Any], Any, Any], Any]
 """What an evicted parameter answers when it is used, while a state_dict is written or read."""
+
+
+def _aside(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """``verb``, unseen by the caller's torch.func transforms: memory and parameters are ours, not the function's to be mapped
+    or differentiated."""
+
+    @functools.wraps(verb)
+    def aside(*args: Any) -> Any:
+        if not under_transform():
+            return verb(*args)
+        with without_transforms():
+            return verb(*args)
+
+    return aside
 
 
 class _Pass:
@@ -62,6 +84,7 @@ class Engine(Assembly):
         self._forward_order, self._backward_order = Successors(), Successors()
         self._depth = 0  # of forward passes under way: root or unit
         self._backward: weakref.ref[_Pass] | None = None  # the outermost backward under way; dies with it
+        self._watched = WeakTensorKeyDictionary()  # outputs that have our hook: a leaf is one again and again
         self._demanded: set[Unit] = set()  # pinned outside their modules, until the pass ends
         self.poisoned_by: str | None = None  # why nobody may use the model before it is loaded anew
         self._touch: Touch | None = None
@@ -79,40 +102,49 @@ class Engine(Assembly):
         """The model's forward begins."""
         self.check()
         if backward_under_way() is None and self._depth == 0:
-            self.group.watch.phase = "in forward"
-            self._reset_after_failure()
-            self._forward_order.restart()
-            if self.buffers.will_send or self.residency.gathers:
-                self.announcer.say(Verb.FORWARD, int(self.buffers.will_send))
-            self.buffers.before_forward()
-            self.residency.adopt()
-            self.residency.look_at_views()
-            self.residency.tell_lost()
-            if not self.announcer.is_open:  # ranks that follow others may need what this one has dropped
-                self.grads.give_back()
-            if torch.is_grad_enabled() and self.residency.pinned() is None:
-                self.placer.before_forward(self.shelves)
+            self._begin_forward()
             self.activations.enter_model(self.model, tensors_in((args, kwargs)))
         self._depth += 1
         prepared = (prepare_inputs(x, self.config.precision, self.scale, outermost=self._depth == 1) for x in (args, kwargs))
         return tuple(prepared)
 
+    @_aside
+    def _begin_forward(self) -> None:
+        self.group.watch.phase = "in forward"
+        self._reset_after_failure()
+        self._forward_order.restart()
+        if self.buffers.will_send or self.residency.gathers:
+            self.announcer.say(Verb.FORWARD, int(self.buffers.will_send))
+        self.buffers.before_forward()
+        self.residency.adopt()
+        self.residency.look_at_views()
+        self.residency.tell_lost()
+        if not self.announcer.is_open:  # ranks that follow others may need what this one has dropped
+            self.grads.give_back()
+        if torch.is_grad_enabled() and self.residency.pinned() is None:
+            self.placer.before_forward(self.shelves)
+
     def leave_model(self, output: Any) -> Any:
         """The model's forward is over, with a result or an exception."""
         self._depth -= 1
         if self._depth == 0 and backward_under_way() is None:
-            self.buffers.after_forward(sync=self.grads.sync)
-            self._release_demanded()
-            after_forward(self)
+            self._end_forward()
         if not torch.is_grad_enabled():
             return output
         if self._depth == 0:
             output = self.scale.on_output(output)
         # The first thing a backward pass reaches: it tells the outermost pass from those that checkpoints nest in it.
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.requires_grad and tensor not in self._watched:
                 tensor.register_hook(self._on_output_gradient)
+                self._watched[tensor] = None
         return output
+
+    @_aside
+    def _end_forward(self) -> None:
+        self.buffers.after_forward(sync=self.grads.sync)
+        self._release_demanded()
+        after_forward(self)
 
     def _on_output_gradient(self, _: Tensor) -> None:
         self._in_backward()
@@ -126,6 +158,7 @@ class Engine(Assembly):
     def close_saved(self, context: saved_tensors_hooks | None) -> None:
         self.activations.saved.close(context)
 
+    @_aside
     def before_forward(self, units: Sequence[Unit]) -> None:
         """A module that needs ``units`` begins."""
         self.check()
@@ -157,6 +190,7 @@ class Engine(Assembly):
                     self.residency.prefetch(following)
                     self.due.expect(following)
 
+    @_aside
     def after_forward(self, units: Sequence[Unit]) -> None:
         """That module is done."""
         self.placer.clock.leave()
@@ -179,6 +213,7 @@ class Engine(Assembly):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
+    @_aside
     def _in_backward(self) -> bool:
         """Whether a backward pass is under way here; its end is awaited from the first time this is asked."""
         if backward_under_way() is None:
@@ -188,6 +223,11 @@ class Engine(Assembly):
             self.update.forget_expected()  # of units that the forward pass did not reach
             if self.backward_update is not None:
                 self.backward_update.refuse_second_pass()
+                if self._depth == 0 and (unit := self.residency.pinned()) is not None:
+                    raise errors.Refused(
+                        f"loss.backward() with update='backward' inside gathered() of unit {unit.name!r}; leave it first: "
+                        f"graphs made inside can be walked outside."
+                    )
             self.announcer.say(Verb.BACKWARD)
             self.group.watch.phase = "in backward"
             this = _Pass()
@@ -198,6 +238,7 @@ class Engine(Assembly):
             at_end_of_backward(functools.partial(self._end_backward, this))
         return True
 
+    @_aside
     def needed_in_backward(self, unit: Unit) -> None:
         """Autograd unpacks a view of ``unit``'s parameters."""
         self.check()
@@ -212,6 +253,7 @@ class Engine(Assembly):
                 self.backward_update.expect(unit)
             self.budget.look(("backward", unit.index))
 
+    @_aside
     def grad_arriving(self, key: int, grad: Tensor) -> None:
         """Autograd is about to accumulate the gradient of parameter ``key``."""
         self.check()
@@ -219,6 +261,7 @@ class Engine(Assembly):
         self._settle(self.grads.by_key[key].unit)
         self.grads.arriving(self.grads.by_key[key], grad)
 
+    @_aside
     def grad_arrived(self, key: int) -> None:
         """Autograd has accumulated it."""
         record = self.grads.by_key[key]
@@ -240,6 +283,7 @@ class Engine(Assembly):
         if all(p.requires_grad for p in unit.params):
             self.residency.forget([unit])
 
+    @_aside
     def _end_backward(self, _: _Pass) -> None:
         self._backward = None
         self.grads.divide_by(self.scale.value)
@@ -296,6 +340,7 @@ class Engine(Assembly):
         if (unit := self.residency.pinned()) is not None:
             raise errors.Refused(f"optimizer.step() inside gathered() or a forward pass of unit {unit.name!r}; leave it first.")
         if self.backward_update is not None:
+            self.grads.refuse_given()
             return _end_step_in_backward(self, self.backward_update)
         bad_key = self.grad_facts.first_not_finite()
         self.scale.after_step(skipped=bad_key is not None)
@@ -330,10 +375,13 @@ class Engine(Assembly):
             self.placer.apply_now(self.shelves)
 
     def parameters_written(self, units: Iterable[Unit]) -> None:
-        """Parameter values have come from outside (gathered(write=True)): graphs on the old ones are stale."""
+        """Parameter values have come from outside (gathered(write=True)). On several ranks graphs on the old ones are stale; on
+        one they are what they would be in plain PyTorch."""
         for unit in units:
             self.update.refresh_masters(unit.params)
-            unit.version += 1
+            before, unit.version = unit.version, unit.version + 1
+            if self.group.size == 1:
+                self.activations.saved.carry_over(unit, before)
 
     def _written(self, unit: Unit, indices: Sequence[int]) -> None:
         """A caller has changed parameters of a unit, by index. Graphs are what they would be in plain PyTorch."""
@@ -353,11 +401,15 @@ class Engine(Assembly):
             raise errors.Evicted(self.name_of[param], unit.name, getattr(function, "__name__", str(function)))
         self.check()
         if unit not in self._demanded:
-            self.trace("demand", unit.name)
-            self._settle(unit)
-            self.residency.pin(unit)
-            self._demanded.add(unit)
+            self._demand(unit)
         return function(*args, **kwargs)
+
+    @_aside
+    def _demand(self, unit: Unit) -> None:
+        self.trace("demand", unit.name)
+        self._settle(unit)
+        self.residency.pin(unit)
+        self._demanded.add(unit)
 
     def stride_of(self, param: nn.Parameter) -> tuple[int, ...]:
         unit = self.unit_of[param]
@@ -407,9 +459,14 @@ class Engine(Assembly):
             with undisturbed():
                 self._or_poison(lambda: self.due.settle(unit))
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether no failure has left values that nobody may use."""
+        return self.poisoned_by is None and self.residency.damaged_by is None
+
     def before_load(self) -> None:
         """Values are about to be replaced: finish a step that was put off, or, after a failure, forget it."""
-        if self.poisoned_by is None and self.residency.damaged_by is None:
+        if self.is_usable:
             self.settle()
         else:
             self.due.forget()

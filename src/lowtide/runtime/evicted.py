@@ -42,7 +42,7 @@ _METADATA: frozenset[Any] = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel),
         *(_T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook, _T.retain_grad),
         # to autograd a parameter is a name for a node of the graph: gradients with respect to it need no values of its own
-        *(torch.autograd.grad, torch.autograd.backward, _T.backward),
+        *(torch.autograd.backward, _T.backward),
     }
 )
 _OF_A_STAND_IN: frozenset[Any] = frozenset(
@@ -55,6 +55,10 @@ _OF_A_STAND_IN: frozenset[Any] = frozenset(
 )
 """What needs strides as well, or makes a tensor like the parameter: asked of a tensor without memory that lies as it would."""
 _MAKES: frozenset[Any] = frozenset(f for f in _OF_A_STAND_IN if "like" in f.__name__ or "new_" in f.__name__)
+
+
+_WAYS_TO_THE_GRAPH: frozenset[Any] = frozenset({_T.view_as, _T.expand_as})
+"""``p.view_as(p).grad_fn`` is how torch itself comes to the node that accumulates a parameter's gradient."""
 
 
 class Owner(Protocol):
@@ -93,6 +97,8 @@ class EvictedParameter(nn.Parameter):
         if func in _METADATA:
             with without_torch_function():
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _gradients(*args, **kwargs)
         param = _first_evicted((args, tuple(kwargs.values())))
         owner = owner_of(param) if param is not None else None
         if param is None or owner is None:
@@ -104,7 +110,17 @@ class EvictedParameter(nn.Parameter):
                 return func(*args)
         if func is _T.__repr__:
             return f"EvictedParameter({owner.describe(param)}, shape={tuple(param.shape)}, dtype={param.dtype})"
-        return owner.touch(param, func, args, kwargs)
+        try:
+            return owner.touch(param, func, args, kwargs)
+        except Evicted:
+            if func not in _WAYS_TO_THE_GRAPH or any(arg is not param for arg in args):
+                raise
+            with without_torch_function():  # a view for the sake of its grad_fn: nothing can read it
+                return func(*args, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Torch asks no ``__torch_function__`` about this one."""
+        return EvictedParameter.__torch_function__(_T.set_, (EvictedParameter,), (self, *args), kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise Refused("an evicted parameter cannot be copied; copy the model before lowtide.shard, or use state_dict().")
@@ -124,6 +140,17 @@ def _first_evicted(args: Any) -> nn.Parameter | None:
     return None
 
 
+def _gradients(outputs: Any, inputs: Any, *, materialize_grads: bool, **options: Any) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``, which needs no values, and zeros for what it did not reach: made here, because in there nobody
+    asks us."""
+    with without_torch_function():
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(outputs, inputs, **options)
+    if not materialize_grads:
+        return found
+    zeros = functools.partial(torch.zeros_like, requires_grad=options["create_graph"])
+    return tuple(zeros(value) if grad is None else grad for value, grad in zip(inputs, found, strict=True))
+
+
 def _ask_a_stand_in(func: Any, param: nn.Parameter, stride: tuple[int, ...], args: Any, kwargs: Any) -> Any:
     stand_in = torch.empty_strided(param.shape, stride, dtype=param.dtype, device="meta")
     if func in _MAKES:
@@ -131,8 +158,8 @@ def _ask_a_stand_in(func: Any, param: nn.Parameter, stride: tuple[int, ...], arg
     return func(*(stand_in if arg is param else arg for arg in args), **kwargs)
 
 
-_readers: dict[int, weakref.ref[nn.Parameter]] = {}
-"""Whose placeholder a storage is."""
+_readers: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Tensor]]] = {}
+"""Whose placeholder a storage is, and the placeholder: while that lives, the number of its storage is nobody else's."""
 
 
 @functools.cache
@@ -141,8 +168,9 @@ def _set_the_trap() -> None:
 
 
 def _refuse_read(storage: int) -> None:
-    param = reader() if (reader := _readers.get(storage)) is not None else None
-    if not isinstance(param, EvictedParameter):
+    reader, holder = _readers.get(storage, (None, None))
+    param = reader() if reader is not None else None
+    if param is None or (not isinstance(param, EvictedParameter) and (holder is None or holder() is None)):
         return  # another negated view, that only has the number of a placeholder that is gone
     owner = owner_of(param)
     if owner is None:
@@ -158,8 +186,9 @@ def placeholder(param: nn.Parameter, dtype: torch.dtype) -> Tensor:
     storage = storage_of(value)
 
     def forget(reader: weakref.ref[nn.Parameter]) -> None:
-        if _readers.get(storage) is reader:  # the number may be another one's by now
+        if _readers.get(storage, (None,))[0] is reader:  # the number may be another one's by now
             del _readers[storage]
 
-    _readers[storage] = weakref.ref(param, forget)
-    return unreadable(value, param.shape)
+    nothing = unreadable(value, param.shape)
+    _readers[storage] = weakref.ref(param, forget), weakref.ref(nothing)
+    return nothing

@@ -125,7 +125,7 @@ class Grads:
         self.by_param: dict[nn.Parameter, GradRecord] = {r.param: r for rs in self.records.values() for r in rs}
         self.by_key = {r.key: r for r in self.by_param.values()}
         self.sync = True
-        self.active = False  # between the first gradient of a backward and its end
+        self.active = False  # between the first gradient that a backward accumulates and its end
         self._order = list(reversed(units))  # in which units are reduced; the same on every rank
         self._seen: list[Unit] | None = []  # in which they became ready in the first backward, until it has been agreed
         self._ready: set[Unit] = set()
@@ -147,16 +147,19 @@ class Grads:
     # -- from autograd ------------------------------------------------------------------------------------------------
 
     def arriving(self, record: GradRecord, grad: Tensor) -> None:
-        """Autograd is about to accumulate: what is shown must not be added to, it holds other ranks' gradients too."""
-        if grad.layout is not torch.strided:
+        """Autograd is about to accumulate, or only computes (``torch.autograd.grad``): what is shown must not be added to, it
+        holds other ranks' gradients too."""
+        if is_sparse(grad):
             name = record.unit.names[record.index]
             raise Refused(f"the gradient of {name!r} is sparse; build the embedding with sparse=False to train it sharded.")
-        self.active = True
         if isinstance(record.param.grad, UsedGrad):  # of zeros; others are refused before a backward begins
             record.set_aside = record.param.grad
             record.param.grad = None
         if record.is_shown:
             if not self.sync:
+                if self._is_zero(record):  # zero_grad(set_to_none=False): what is added to is this rank's own from here on
+                    record.param.grad = torch.zeros_like(grad)
+                    return
                 raise Refused(
                     "a backward inside no_sync() follows one that was reduced. Call zero_grad() first, or run only the last "
                     "micro-batch outside no_sync()."
@@ -166,6 +169,13 @@ class Grads:
 
     def arrived(self, record: GradRecord) -> Unit | None:
         """Autograd has accumulated. Returns the unit if this was the last gradient it waited for."""
+        self.active = True
+        if record.param.grad is not None and record.param.grad.requires_grad:
+            raise Refused(
+                f"backward(create_graph=True) makes the gradient of {record.unit.names[record.index]!r} a part of a graph, "
+                f"which ends where gradients are reduced or stored: what is computed from param.grad would have none. Take "
+                f"torch.autograd.grad(loss, parameters, create_graph=True), whose results are ordinary tensors."
+            )
         if not self.sync:
             record.unreduced = True
             return None
@@ -186,6 +196,7 @@ class Grads:
     def finish(self) -> None:
         """The backward pass is over: reduce what is left, wait, and show the results."""
         if not self.active:
+            self._restore()
             return
         self.active = False
         if not self.sync:
@@ -310,6 +321,11 @@ class Grads:
         record.param.grad = None
         record.unreduced = False
 
+    def _is_zero(self, record: GradRecord) -> bool:
+        """Whether this rank's part of the gradient that is shown is all zeros."""
+        values = self.piece(record, *self.kept_range(record.unit, record.index))
+        return values is not None and not values.count_nonzero()
+
     def _next_to_submit(self) -> Unit | None:
         return next((unit for unit in self._order if unit not in self._tickets), None)
 
@@ -402,6 +418,15 @@ class Grads:
             like = torch.empty((), dtype=record.unit.dtypes[record.index].param, device=record.param.device)
             name = record.unit.names[record.index]
             record.param.grad = UsedGrad.make(like.expand(spec.shape), stride=spec.stride, name=name)
+
+    def refuse_given(self) -> None:
+        """An update in backward is to be ended: it has not seen gradients that the caller gave since."""
+        for record in self.by_param.values():
+            if record.param.grad is not None and not isinstance(record.param.grad, UsedGrad):
+                raise Refused(
+                    f"param.grad of {record.unit.names[record.index]!r} was set outside of loss.backward(), and "
+                    f"update='backward' uses gradients inside it: this one would have no effect. Use update='step'."
+                )
 
     def refuse_used(self) -> None:
         """A backward begins: gradients that were used must have been cleared, because nothing can be added to them."""
@@ -507,6 +532,9 @@ class Grads:
                     yield every[part.index], part.lo, values
             for record in records:
                 if record.index not in shelved:
+                    if is_sparse(record.param.grad):  # of one rank that shards nothing: others refuse them
+                        yield record, 0, record.param.grad._values().flatten()  # pyright: ignore
+                        continue
                     lo, hi = unit.layout.piece(record.index, self._group.shard.rank)
                     values = self.piece(record, lo, hi)
                     if values is not None:
@@ -516,6 +544,11 @@ class Grads:
 @contextmanager
 def _empty(_: Unit, nbytes: int) -> Generator[Tensor]:
     yield torch.empty(nbytes, dtype=torch.uint8)
+
+
+def is_sparse(grad: Tensor | None) -> bool:
+    """Whether a gradient lists the rows that it has (``nn.Embedding(sparse=True)``)."""
+    return grad is not None and grad.layout is not torch.strided
 
 
 def refuse_unreduced(records: Iterable[GradRecord]) -> None:

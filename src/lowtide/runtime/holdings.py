@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lowtide.runtime.grads import is_sparse
 from lowtide.runtime.sharded_grad import ShardedGrad
 from lowtide.tiers.arena import Arena
 from lowtide.tiers.host import HostStore
@@ -98,6 +99,8 @@ def _unreduced(held: Assembly) -> Iterator[Tensor]:
 
 
 def _nbytes(grad: Tensor) -> int:
+    if is_sparse(grad):
+        return grad._indices().nbytes + grad._values().nbytes  # pyright: ignore
     return 0 if isinstance(grad, ShardedGrad) else grad.nbytes
 
 

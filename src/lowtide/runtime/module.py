@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.errors import ArgumentError, DiskError, DoesNotFit, Evicted, Refused
+from lowtide.errors import ArgumentError, DiskError, DoesNotFit, Error, Evicted, Refused
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.join import joined
 from lowtide.runtime.unit import Unit, flat_view
+from lowtide.torch_internals import asked_by_checkpoint_api
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -49,6 +50,8 @@ class ShardedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Plain names and tensors. Where parameters are sharded, all on rank 0 and none on others: every rank must call it."""
         engine = self.lowtide_engine
+        if engine.config.stage.parameters and (asked := asked_by_checkpoint_api()) is not None:
+            refuse_in_parts(engine, whole_on_rank_0=asked.full_state_dict and asked.cpu_offload)
         engine.announcer.refuse_alone("model.state_dict()")
         engine.settle()
         if not engine.config.stage.parameters:
@@ -71,14 +74,20 @@ class ShardedModule(nn.Module):
         if assign:
             raise Refused("load_state_dict(assign=True) would replace sharded parameters; leave assign out to copy the values.")
         engine.announcer.refuse_alone("model.load_state_dict()")
+        usable = engine.is_usable
         engine.before_load()
         named = self.named_parameters(remove_duplicate=False)
-        given = {param: state_dict[name] for name, param in named if name in state_dict}
-        with _loading(engine, given):
-            result = super().load_state_dict(state_dict, strict=strict)
-        for unit in engine.units:
-            engine.update.write_masters(unit, given)
-        engine.after_load()
+        given = {param: state_dict[name] for name, param in named if _fits(param, state_dict.get(name))}
+        try:
+            with _loading(engine, given):
+                result = super().load_state_dict(state_dict, strict=strict)
+        except Error:
+            raise
+        except RuntimeError:  # a name or a size: all that fitted has been loaded, as in plain PyTorch
+            if usable:
+                _loaded(engine, given)
+            raise
+        _loaded(engine, given)
         return result
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
@@ -97,6 +106,26 @@ class ShardedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Refused("a sharded model cannot be pickled; save model.state_dict() instead.")
+
+
+def _fits(param: nn.Parameter, value: object) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and not value.is_meta
+
+
+def _loaded(engine: Engine, given: Mapping[nn.Parameter, Tensor]) -> None:
+    for unit in engine.units:
+        engine.update.write_masters(unit, given)
+    engine.after_load()
+
+
+def refuse_in_parts(engine: Engine, *, whole_on_rank_0: bool) -> None:
+    """Raise on every rank what torch's checkpoints would trip over on all but rank 0, which has it whole."""
+    if engine.group.shard.size > 1 and not whole_on_rank_0:
+        raise Refused(
+            "torch.distributed.checkpoint cannot read a model or optimizer whose states are sharded by lowtide. Save with "
+            "lowtide.save(folder, model, optimizer), which any number of ranks can load; model.state_dict() and "
+            "optimizer.state_dict() are whole on rank 0."
+        )
 
 
 def make_sharded(model: nn.Module, engine: Engine) -> None:
@@ -146,7 +175,7 @@ def _loading(engine: Engine, given: Mapping[nn.Parameter, Tensor]) -> Generator[
             try:
                 return opened.enter_context(engine.residency.shard(unit, write=True))
             except DiskError as error:
-                if not all(p in given and given[p].shape == p.shape for p in unit.params):
+                if not all(p in given for p in unit.params):
                     failures.append(error)
                     raise
             # What the disk has lost is replaced by what is given.
@@ -169,6 +198,8 @@ def _loading(engine: Engine, given: Mapping[nn.Parameter, Tensor]) -> Generator[
         except RuntimeError:
             if failures:
                 raise failures[0] from None
+            current.clear()
+            opened.close()  # nothing is wrong with what came before
             raise
         finally:
             engine.answer_touches(None)

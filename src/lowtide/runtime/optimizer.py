@@ -19,9 +19,11 @@ from lowtide.errors import ArgumentError, Refused
 from lowtide.runtime.ambient import undisturbed
 from lowtide.runtime.announcer import Verb
 from lowtide.runtime.engine import Engine
+from lowtide.runtime.module import refuse_in_parts
 from lowtide.runtime.optimizer_copy import plain_class
 from lowtide.runtime.probe import needs_closure, why_not_apart, why_not_elementwise
 from lowtide.runtime.unit import flat_view
+from lowtide.torch_internals import asked_by_checkpoint_api
 
 _classes: dict[type[Optimizer], type[Optimizer]] = {}
 
@@ -62,6 +64,8 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in PyTorch, with whole tensors. Where states are sharded: on rank 0 only; every rank must call it."""
         engine = self.lowtide_engine
+        if engine.config.stage.optimizer and asked_by_checkpoint_api() is not None:
+            refuse_in_parts(engine, whole_on_rank_0=False)
         engine.announcer.refuse_alone("optimizer.state_dict()")
         engine.settle()
         with undisturbed():

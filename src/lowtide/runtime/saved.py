@@ -29,10 +29,12 @@ from lowtide.torch_internals import (
     at_end_of_backward,
     backward_under_way,
     forget_memory,
+    has_no_memory,
     innermost_saved_tensor_hooks,
     is_functorch_wrapped,
     is_of_checkpoint,
     profile_under_way,
+    takes_saved_tensor_hooks,
 )
 
 
@@ -249,7 +251,7 @@ class _Outer:
 
 def _address_of(tensor: Tensor) -> int:
     """Where the storage of ``tensor`` begins; 0 if it has none that could be told."""
-    if tensor.layout is not torch.strided or is_functorch_wrapped(tensor):
+    if tensor.layout is not torch.strided or is_functorch_wrapped(tensor) or has_no_memory(tensor):
         return 0
     return tensor.untyped_storage().data_ptr()
 
@@ -328,10 +330,19 @@ class SavedViews:
             if not isinstance(needed, _Recipe):
                 needed.rewritten = unit.names[indices[0]]
 
+    def carry_over(self, unit: Unit, version: int) -> None:
+        """Views of a unit that had ``version`` show what was written since; each tells by itself if autograd knows of it."""
+        for needed in list(self._needed.get(unit, ())):
+            if isinstance(needed, _Recipe) and needed.version == version:
+                needed.version = unit.version
+
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def open(self) -> saved_tensors_hooks | None:
-        """Open the hooks, unless ours are the innermost already."""
+        """Open the hooks, unless ours are the innermost already, or torch takes none: what is saved then keeps the memory
+        that it lies in, and a parameter itself cannot be read once it is evicted."""
+        if not takes_saved_tensor_hooks():
+            return None
         outer = innermost_saved_tensor_hooks()
         if outer is not None and outer[0] in self._pack_functions:
             return None

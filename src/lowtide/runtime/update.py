@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lowtide.comm.group import Group
 from lowtide.config import Config
 from lowtide.runtime.chunked_step import ChunkedStep
-from lowtide.runtime.grads import GradRecord, Grads
+from lowtide.runtime.grads import GradRecord, Grads, is_sparse
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.optimizer_copy import plain_class, plain_step
 from lowtide.runtime.residency import Residency
@@ -348,6 +348,8 @@ class Update:
     def _grad(self, piece: Piece) -> Tensor | None:
         if piece.lo == piece.hi and not piece.is_whole:
             return None
+        if is_sparse(piece.record.param.grad):
+            return piece.record.param.grad
         flat = self._grads.piece(piece.record, piece.lo, piece.hi)
         if flat is None:
             return None

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from lowtide.config import UnitChoice
@@ -64,8 +65,14 @@ def needs(module: nn.Module, hosts: set[nn.Module]) -> set[nn.Parameter]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """ModuleList, ModuleDict and ParameterList have no forward of their own: their owner calls what is inside."""
-    return type(module).forward is not nn.Module.forward
+    """ModuleList, ModuleDict and ParameterList have no forward of their own: their owner calls what is inside. Nor does anybody
+    hear of calls that TorchScript makes."""
+    return not is_scripted(module) and type(module).forward is not nn.Module.forward
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript runs ``module``, which takes no hooks then."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def _repeated(model: nn.Module) -> set[nn.Module]:
@@ -77,7 +84,7 @@ def _repeated(model: nn.Module) -> set[nn.Module]:
 def _repeated_children(module: nn.Module) -> list[nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return []
-    children = [c for c in module.children() if any(True for _ in c.parameters())]
+    children = [c for c in module.children() if any(True for _ in c.parameters()) and not is_scripted(c)]
     counts = Counter(type(c) for c in children)
     return [c for c in children if counts[type(c)] > 1]
 
@@ -104,6 +111,7 @@ def _chosen(model: nn.Module, choice: UnitChoice) -> set[nn.Module]:
 
 
 def _outermost(model: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
+    blocks = {block for block in blocks if not is_scripted(block)}
     kept: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
