@@ -181,7 +181,7 @@ class Engine(Assembly):
             self.announcer.say(Verb.BACKWARD)
             self.group.watch.phase = "in backward"
             this = _Pass()
-            self._backward = weakref.ref(this)
+            self._backward = weakref.ref(this, functools.partial(_pass_has_failed, weakref.ref(self)))
             self._backward_order.restart()
             self.placer.clock.backward_begins()
             self.budget.look("backward begins")
@@ -414,6 +414,12 @@ class Engine(Assembly):
         if self.backward_update is not None:
             self.backward_update.forget_step()
         self.poisoned_by = self.residency.damaged_by = None
+
+
+def _pass_has_failed(reference: weakref.ref[Engine], _: weakref.ref[_Pass]) -> None:
+    """Autograd lets go of a pass that has not reached its end, before its caller sees the exception."""
+    if (engine := reference()) is not None:
+        engine.grads.put_back()
 
 
 def _publish(engine: Engine) -> None:

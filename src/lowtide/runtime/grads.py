@@ -45,7 +45,7 @@ class GradRecord:
 
     __slots__ = (
         *("_known", "hooked", "index", "key", "lent", "local", "param", "set_aside", "shown", "store", "summed", "unit"),
-        *("unreduced", "version"),
+        *("torn", "unreduced", "version"),
     )
 
     def __init__(self, unit: Unit, index: int, key: int) -> None:
@@ -57,6 +57,7 @@ class GradRecord:
         self.shown: Tensor | None = None  # what param.grad shows when ``store`` is valid
         self.lent: Tensor | None = None  # a whole copy of ``set_aside``, which autograd accumulates into for hooks to see
         self.summed = False  # ``local`` began as such a copy
+        self.torn = False  # ``store`` was added to by a backward pass that failed on several ranks
         self.version = 0  # of the parameter, before hooks of the caller's ran
         self.hooked = False
         self.unreduced = False  # ``param.grad`` came from a backward inside no_sync
@@ -166,6 +167,7 @@ class Grads:
             record.set_aside = record.param.grad
             record.param.grad = None
         if record.is_shown:
+            _refuse_torn(record)
             if not self.sync:
                 raise Refused(
                     "a backward inside no_sync() follows one that was reduced. Call zero_grad() first, or run only the last "
@@ -218,14 +220,10 @@ class Grads:
                 reduced = ticket.wait()
                 if unit in self._unkept:
                     raise self._unkept[unit]
+                self._show_reduced(unit, reduced)
                 for record, present in zip(self.records[unit], reduced.present, strict=True):
                     if not present:
                         continue
-                    record.known = None
-                    if unit in self.shelves and record.shown is None:
-                        record.shown = self._sharded(record, None)
-                    record.param.grad = record.shown
-                    record.set_aside = None
                     if self._in_backward:
                         self.used.append(record.param)
                     if record.index in reduced.known:
@@ -260,6 +258,50 @@ class Grads:
             with suppress(Exception):  # told by whoever uses the channel next
                 ticket.wait()
         self._drop_pass()
+
+    def put_back(self) -> None:
+        """A backward pass has failed. Called before the caller goes on, who may clear gradients, or add to them.
+
+        On one rank they are left as plain PyTorch leaves them: with what this pass has added. On several it is not known how
+        far the others came: gradients are what they were, or, if they were added to, must be cleared before they are used."""
+        alone = self._group.size == 1 and not self._in_backward
+        for unit, ticket in self._tickets.items():
+            for record in self.records[unit]:
+                record.torn = not alone and record.set_aside is not None
+            if alone:
+                with suppress(Exception):  # told by whoever uses the channel next
+                    self._show_reduced(unit, ticket.wait())
+        for record in self.by_param.values():
+            if alone and record.local is not None:
+                self._show_unreduced(record)
+            elif record.set_aside is not None and record.param.grad is not None:  # a hook of the caller's has raised
+                if alone and record.param.grad is record.lent:
+                    record.set_aside = None
+                else:
+                    record.torn, record.param.grad = record.torn or alone, record.set_aside
+        self._restore()
+
+    def _show_reduced(self, unit: Unit, reduced: Reduced) -> None:
+        for record, present in zip(self.records[unit], reduced.present, strict=True):
+            if not present:
+                continue
+            record.known = None
+            if unit in self.shelves and record.shown is None:
+                record.shown = self._sharded(record, None)
+            record.param.grad = record.shown
+            record.set_aside = None
+
+    def _show_unreduced(self, record: GradRecord) -> None:
+        """On one rank: a gradient that waits for others of its unit."""
+        local, record.local = record.local, None
+        if record.set_aside is not None and not record.summed and local is not None:
+            record.param.grad = record.set_aside
+            whole = self._whole_copy(record)
+            if whole is None:  # kept in another dtype, in which it cannot be shown
+                record.torn = True
+                return
+            local = whole.add_(local)
+        record.param.grad, record.set_aside, record.summed = local, None, False
 
     def _drop_pass(self) -> None:
         self._tickets, self._unkept = {}, {}
@@ -353,6 +395,8 @@ class Grads:
         records = self.records[unit]
         present = [r.local is not None for r in records]
         add = [(r.set_aside is not None or r.is_shown) and not r.summed for r in records]
+        for record, added in zip(records, add, strict=True):
+            record.torn = record.torn and added
         locals_: list[Tensor | None] = [r.local for r in records]
         for record in records:
             record.local = None
@@ -558,9 +602,18 @@ def _empty(_: Unit, nbytes: int) -> Generator[Tensor]:
     yield torch.empty(nbytes, dtype=torch.uint8)
 
 
+def _refuse_torn(record: GradRecord) -> None:
+    if record.torn and record.is_shown:
+        raise Refused(
+            f"a backward pass failed after it had added to the gradient of {record.unit.names[record.index]!r}, which is "
+            f"neither what it was nor what it was to be. Call zero_grad() before the next backward."
+        )
+
+
 def refuse_unreduced(records: Iterable[GradRecord]) -> None:
     """Raise if a gradient is this rank's own still: an update from it would differ from rank to rank."""
     for record in records:
+        _refuse_torn(record)
         if record.unreduced and record.param.grad is not None and not record.is_shown:
             raise Refused(
                 f"the gradient of {record.unit.names[record.index]!r} was made inside no_sync() and has not been reduced. "

@@ -62,7 +62,7 @@ class Recompute:
         """Make ``module``, which needs ``units``, able to recompute."""
         original: Callable[..., Any] = module.forward
         self._replaced[module] = vars(module).get("forward")
-        habits = _Habits()
+        habits = _Habits(parameters=[(m, name, p) for m in module.modules() for name, p in _parameters(m).items()])
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ class Recompute:
     def _answer(self, module: nn.Module, habits: _Habits) -> bool:
         # In backward this is the recomputation of a caller's checkpoint, which must go as its forward went.
         if backward_under_way() is None or habits.answer is None:
-            habits.answer = not habits.changes_inputs and self._chosen(module)
+            habits.answer = not habits.changes_inputs and habits.has_its_own_parameters() and self._chosen(module)
         return habits.answer
 
     def remove(self) -> None:
@@ -94,10 +94,16 @@ class Recompute:
 class _Habits:
     """What earlier calls of a module have shown."""
 
+    parameters: list[tuple[nn.Module, str, nn.Parameter | None]]
+    """Which it was built with, and where."""
     answer: bool | None = None  # whether the last forward was to be recomputed
     changes_inputs: bool | None = None  # unknown before the first call
     constant: set[tuple[bool, nn.Module, str]] = field(default_factory=set[tuple[bool, nn.Module, str]])
     """Large buffers that a forward (in training or not) left alone."""
+
+    def has_its_own_parameters(self) -> bool:
+        """Or torch.func.functional_call has put others in their place, for the length of the forward pass only."""
+        return all(_parameters(module).get(name) is param for module, name, param in self.parameters)
 
 
 class _Call:
@@ -300,6 +306,10 @@ def _set_training(modes: Iterable[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
         if module.training is not training:
             module.training = training
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    return module._parameters  # pyright: ignore[reportPrivateUsage]
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
