@@ -15,7 +15,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import lowtide
 from lowtide.api import engine_of
+from lowtide.config import build_config
 from lowtide.errors import ArgumentError, DoesNotFit, Error, Evicted, GradientElsewhere, Poisoned, Refused
+from lowtide.runtime import assembly
 from tests.kit.dist import run_ranks
 from tests.kit.models import Block, Stack
 from tests.kit.parity import assert_bitwise
@@ -117,6 +119,32 @@ def _with_subclass() -> nn.Module:
     return model
 
 
+def _with_sparse(layout: torch.layout) -> nn.Module:
+    model = stack()
+    model.head.weight = nn.Parameter(model.head.weight.detach().to_sparse(layout=layout))
+    return model
+
+
+def _with_dtensor() -> nn.Module:
+    """A class of that name and that place, as tensor parallelism leaves them."""
+    model = stack()
+    kind = type("DTensor", (nn.Parameter,), {"__module__": "torch.distributed.tensor"})
+    model.head.weight = kind(torch.zeros(40, 24))
+    return model
+
+
+def _wrapped_by(package: str, name: str, *, inside: bool = False) -> nn.Module:
+    """A model, or one of its modules, in a wrapper of this name: other libraries are not imported for the question."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    Wrapper.__name__, Wrapper.__module__ = name, package
+    return nn.Sequential(stack(), Wrapper(nn.Linear(40, 40))) if inside else type("Mine", (Wrapper,), {})(stack())
+
+
 def _part_sharded() -> nn.Module:
     model = stack()
     lowtide.shard(model.head, stage=2)
@@ -133,11 +161,22 @@ MODELS: list[tuple[Callable[[], Any], type[Error], list[str]]] = [
     (_with_subclass, Refused, ["'head.bias' is a _Odd", "before other libraries convert it"]),
     (lambda: torch.compile(stack(), backend="eager"), Refused, ["torch.compile of a whole", "block.compile()"]),
     (_part_sharded, Refused, ["part of this model is sharded already"]),
+    (lambda: _with_sparse(torch.sparse_coo), Refused, ["'head.weight'", "torch.sparse_coo", "to_dense()"]),
+    (lambda: _with_sparse(torch.sparse_csr), Refused, ["'head.weight'", "torch.sparse_csr", "to_dense()"]),
+    (_with_dtensor, Refused, ["'head.weight' is a DTensor", "another parallelism", "the plain model"]),
+    (lambda: nn.DataParallel(stack()), Refused, ["the model is a DataParallel", "model.module"]),
+    (lambda: _wrapped_by("torch.nn.parallel", "DistributedDataParallel"), Refused, ["DistributedDataParallel", "model.module"]),
+    (lambda: _wrapped_by("torch.nn", "DistributedDataParallel", inside=True), Refused, ["its module '1' is a Distributed"]),
+    (lambda: _wrapped_by("torch.distributed.fsdp", "FullyShardedDataParallel"), Refused, ["the plain module"]),
+    (lambda: _wrapped_by("torch.distributed.fsdp", "FSDPModule"), Refused, ["leave fully_shard out"]),
+    (lambda: _wrapped_by("lightning.fabric.wrappers", "_FabricModule"), Refused, ["model.module", "before fabric.setup"]),
+    (lambda: _wrapped_by("lightning_fabric.wrappers", "_FabricModule"), Refused, ["before fabric.setup"]),
+    (lambda: _wrapped_by("deepspeed.runtime.engine", "DeepSpeedEngine"), Refused, ["leave deepspeed.initialize out"]),
 ]
 
 
 @pytest.mark.parametrize(("make", "kind", "words"), MODELS)
-@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:Sparse CSR tensor support is in beta")
 def test_models(make: Callable[[], Any], kind: type[Error], words: list[str]) -> None:
     refused(lambda: lowtide.shard(make()), kind, *words)
 
@@ -157,7 +196,88 @@ def test_compiling_the_whole_model_afterwards() -> None:
     assert model(x()).shape == (3, 40)
 
 
+# -- accelerators -----------------------------------------------------------------------------------------------------
+
+OFF_THE_DEVICE: dict[str, tuple[dict[str, Any], str]] = {
+    "disk": ({"disk": "/tmp"}, "disk= with a model on cuda:1"),
+    "device_memory": ({"device_memory": "1GiB"}, "device_memory= with"),
+    "both": ({"disk": "/tmp", "device_memory": "1GiB", "update": "backward"}, "disk= and device_memory= with"),
+    "host": ({"activations": "host"}, "activations='host' with"),
+    "one_unit": ({"activations": lowtide.Activations("keep", (("blocks.0", "host"),))}, "activations='host' with"),
+    "activations": ({"disk": "/tmp", "activations": "disk"}, "disk= and activations='disk' with"),
+}
+
+
+@pytest.mark.parametrize("case", OFF_THE_DEVICE)
+def test_what_leaves_an_accelerator(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the model and its optimizer are what they were."""
+    arguments, words = OFF_THE_DEVICE[case]
+    model, other = stack(), stack()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "_compute_device", lambda specs: torch.device("cuda:1"))
+        refused(lambda: lowtide.shard(model, optimizer, **arguments), Refused, words, "wrong without an error", "recompute")
+    assert (type(model), type(optimizer)) == (Stack, AdamW)
+    assert train(model, optimizer) == train(other, AdamW(other.parameters(), lr=1e-2))
+
+
+def test_what_stays_on_an_accelerator() -> None:
+    """And an emulated device of a CPU may be left: it has no streams."""
+    off: dict[str, Any] = {"disk": "/tmp", "device_memory": "1GiB", "activations": "host"}
+    for device, options in (("cuda", {}), ("cuda", {"memory": "1GiB", "activations": "recompute"}), ("cpu", off)):
+        assembly.refuse_unproven(torch.device(device), configured(**options))
+
+
+def configured(**options: Any) -> Any:
+    usual: dict[str, Any] = {
+        **{"stage": "auto", "partition": "element", "precision": None, "activations": "auto", "update": "step", "comm": None},
+        **{"memory": None, "device_memory": None, "disk": None, "weights": None, "adapt": "placement", "run": None},
+    }
+    return build_config(world_size=1, **{**usual, **options})
+
+
 # -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+class _Wrapper:
+    """Like Lightning's: no optimizer, but looks like one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+
+class _WrapperByClass(Optimizer):
+    """Like Accelerate's: an optimizer by its class alone."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+
+
+class _NeverSetUp(_WrapperByClass):
+    def __init__(self, optimizer: Optimizer) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (_Wrapper, ["a _Wrapper, a wrapper around SGD", "optimizer._optimizer"]),
+        (_WrapperByClass, ["a _WrapperByClass, a wrapper around SGD", "optimizer.optimizer"]),
+        (_NeverSetUp, ["a _NeverSetUp", "super().__init__(params, defaults)"]),
+    ],
+)
+def test_wrapped_optimizers(kind: Any, words: list[str]) -> None:
+    model, other = stack(), stack()
+    inside = SGD(model.parameters(), lr=0.1)
+    refused(lambda: lowtide.shard(model, kind(inside)), ArgumentError, *words)
+    lowtide.shard(model)
+    refused(lambda: lowtide.shard(model, kind(inside)), ArgumentError, *words)
+    lowtide.shard(model, inside)
+    assert train(model, inside) == train(other, SGD(other.parameters(), lr=0.1))
 
 
 class _Normalised(Optimizer):

@@ -41,6 +41,7 @@ from lowtide.spec.units import UnitSpec, find_units, is_scripted
 from lowtide.spec.weights import refuse_lost_buffers
 from lowtide.torch_internals import is_compiled_whole
 from lowtide.version import __version__
+from lowtide.wrapped import refuse_wrapped_model, refuse_wrapped_optimizer
 
 if TYPE_CHECKING:
     from lowtide.reporting.report import Report
@@ -79,8 +80,8 @@ def shard(
     if isinstance(model, ShardedModule):
         return _attach_later(model, optimizer)
     _refuse_model(model, from_file=weights is not None)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f"optimizer is a {type(optimizer).__name__}; lowtide.shard takes a torch.optim.Optimizer.")
+    if optimizer is not None:
+        refuse_wrapped_optimizer(optimizer)
     engine: Engine | None = None
     joined = _join(group, comm or Comm())
     try:
@@ -300,11 +301,20 @@ def engine_of(model: nn.Module) -> Engine:
 def _attach_later(model: M, optimizer: OptimizerOrNone) -> tuple[M, OptimizerOrNone]:
     if optimizer is None or isinstance(optimizer, sharded_optimizer.ShardedOptimizer):
         raise ArgumentError("this model is sharded already; calling lowtide.shard again only makes sense with a new optimizer.")
+    refuse_wrapped_optimizer(optimizer)
     engine = engine_of(model)
     sharded_optimizer.refuse(optimizer, engine)
     engine.reserve_states(optimizer)
     sharded_optimizer.make_sharded(optimizer, engine)
     return model, optimizer
+
+
+_INSTEAD_OF = {
+    "UninitializedParameter": "run one forward pass first",
+    "DTensor": "it belongs to another parallelism (tensor parallel, FSDP2), and lowtide shards plain parameters only: leave "
+    "that out, and call lowtide.shard on the plain model",
+}
+"""What to do about parameters of these classes."""
 
 
 def _refuse_model(model: nn.Module, *, from_file: bool) -> None:
@@ -313,11 +323,18 @@ def _refuse_model(model: nn.Module, *, from_file: bool) -> None:
     params = dict(model.named_parameters())
     if not params:
         raise ArgumentError(f"{type(model).__name__} has no parameters: there is nothing to shard.")
+    refuse_wrapped_model(model)
     odd = [n for n, p in params.items() if type(p) is not nn.Parameter]
     if odd:
         kind = type(params[odd[0]]).__name__
-        way = "run one forward pass first" if "Uninitialized" in kind else "shard the model before other libraries convert it"
+        way = _INSTEAD_OF.get(kind, "shard the model before other libraries convert it")
         raise Refused(f"parameter {odd[0]!r} is a {kind}, not a plain torch.nn.Parameter; {way}.")
+    for name, param in params.items():
+        if param.layout is not torch.strided:
+            raise Refused(
+                f"parameter {name!r} is laid out as {param.layout}: its elements do not lie in one piece of memory that could "
+                f"be cut or moved. Make it dense (param.to_dense()) before lowtide.shard."
+            )
     devices = {str(p.device) for p in params.values()}
     if from_file and devices == {"meta"}:
         refuse_lost_buffers(model)

@@ -53,6 +53,11 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def grad_hooks_of(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    """What runs when ``param.grad`` is there, in this order; by number of its handle."""
+    return param._post_accumulate_grad_hooks  # type: ignore[return-value]
+
+
 def profile_under_way() -> bool:
     """Whether a profiler records what this thread does."""
     return torch._C._autograd._profiler_enabled()

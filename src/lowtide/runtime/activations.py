@@ -37,7 +37,6 @@ class Activations:
         self.saved = SavedViews(residency, needed, spill=spill, stays=self._stays_in_memory)
         self._recompute: Recompute | None = None
         self._unit_of: dict[nn.Module, Unit] = {}
-        self._params_of: dict[nn.Module, set[nn.Parameter]] = {}
         self._residents: set[int] = set()  # addresses of storages that stay in memory whatever autograd saves
 
     @property
@@ -50,21 +49,14 @@ class Activations:
         self._recompute = Recompute(pinning, self.saved, self)
         for module, needed in modules_to_wrap(model, units).items():
             self._unit_of[module] = needed[0]
-            self._params_of[module] = set(module.parameters())
             self._recompute.install(module, needed)
 
     def should_recompute(self, module: nn.Module) -> bool:
-        """Not inside torch.func's transforms and ``functional_call``: in backward they are over, and the call would be
-        another one."""
-        chosen = self._placer.guard.should_recompute(self._unit_of[module])
-        return chosen and not under_transform() and not self._has_other_parameters(module)
+        """Not inside torch.func's transforms: in backward they are over, and the call would be another one."""
+        return self._placer.guard.should_recompute(self._unit_of[module]) and not under_transform()
 
     def should_keep(self, module: nn.Module, nbytes: int, changes: str | None) -> bool:
         return self._placer.guard.should_keep(self._unit_of[module], nbytes, changes)
-
-    def _has_other_parameters(self, module: nn.Module) -> bool:
-        """Whether somebody else's tensors stand in the place of the parameters that the module had."""
-        return any(p not in self._params_of[module] for p in module.parameters())
 
     def enter_model(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
         """The model's forward begins."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lowtide.comm.channel import Channel
 from lowtide.comm.group import Group
 from lowtide.config import Config
-from lowtide.errors import DiskFull
+from lowtide.errors import DiskFull, Refused
 from lowtide.runtime import evicted
 from lowtide.runtime.activations import Activations
 from lowtide.runtime.backward_update import BackwardUpdate
@@ -50,6 +50,31 @@ class Verbs(evicted.Owner, Pinning, Protocol):
     """What the engine adds: answers for evicted parameters, and pins units."""
 
 
+def refuse_unproven(compute: torch.device, config: Config) -> None:
+    """Raise for what trains to wrong weights on an accelerator: bytes that leave its memory and come back.
+
+    Copies there run on streams of their own, and nothing makes them wait yet for the kernels that still read what they write
+    over. The emulated device of a CPU has no streams."""
+    if compute.type == "cpu":
+        return
+    policies = {config.activations.policy, *(policy for _, policy in config.activations.units)}
+    moved = sorted(policies & {"host", "disk"})
+    asked = [name for name, given in (("disk=", config.disk), ("device_memory=", config.device_memory_bytes)) if given]
+    asked += [f"activations={policy!r}" for policy in moved]
+    if asked:
+        raise Refused(
+            f"{' and '.join(asked)} with a model on {compute}: copies to and from an accelerator are not ordered yet with the "
+            f"kernels that use them, and weights would be wrong without an error. Train on the CPU, or keep everything on the "
+            f"device: several ranks (stage=3), activations='recompute' or precision='bf16' make it smaller."
+        )
+
+
+def _compute_device(specs: Sequence[UnitSpec]) -> torch.device:
+    """Where the model's parameters are; those without memory will be on the CPU."""
+    device = specs[0].params[0].device if specs else torch.device("cpu")
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 class Assembly:
     """What the engine moves. Nothing here runs during a step."""
 
@@ -70,9 +95,8 @@ class Assembly:
         self.gathers, self.reductions = channels
         self.exchange = Exchange(group, self.reductions)
         weakref.finalize(self, group.close)  # threads would keep a dropped model's group alive
-        device = specs[0].params[0].device if specs else torch.device("cpu")
-        if device.type == "meta":
-            device = torch.device("cpu")
+        device = _compute_device(specs)
+        refuse_unproven(device, config)
         shard = (group.shard.rank, group.shard.size)
         self.units = [Unit(i, spec, config, shard, whole_parameters=whole_parameters) for i, spec in enumerate(specs)]
         self.unit_of = {p: u for u in self.units for p in u.params}

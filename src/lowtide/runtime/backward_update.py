@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lowtide.errors import Refused
 from lowtide.runtime.grads import Grads
+from lowtide.runtime.optimizer_copy import alike, all_options
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.unit import Unit
@@ -38,7 +39,7 @@ class BackwardUpdate:
                 "update='backward' updates parameters in loss.backward(): one backward per step. "
                 "Call optimizer.step() after each, or use update='step' to accumulate gradients."
             )
-        self._grads.refuse_used()
+        self._grads.refuse_used("plain PyTorch would add to it", but_zeroed=True)
 
     def expect(self, unit: Unit) -> None:
         """Backward has reached ``unit``."""
@@ -78,6 +79,25 @@ class BackwardUpdate:
     def waits_for_step(self) -> bool:
         """Whether parameters have been updated and ``optimizer.step()`` has not been called yet."""
         return bool(self._done)
+
+    def refuse_another_step(self, optimizer: Optimizer) -> None:
+        """``optimizer.step()`` was called: raise if, after what the caller has done since, it had to do anything else than what
+        was done in backward."""
+        if optimizer is not self.optimizer:
+            raise Refused(
+                "this optimizer does not update the model any more: with update='backward' only the one does that was given to "
+                "lowtide.shard last. Use update='step' for several optimizers of one model."
+            )
+        if not self._done:
+            if self.bad_unit is None:
+                self._grads.refuse_used("a step would use it again")
+            return
+        if not alike(self._update.options, all_options(optimizer)):
+            raise Refused(
+                "options of the optimizer (lr, betas, ...) have changed since loss.backward() began to update parameters with "
+                "update='backward'. Change them before backward or after step(), or use update='step'."
+            )
+        self._grads.refuse_dropped()
 
     def end_step(self) -> tuple[bool, Unit | None]:
         """``optimizer.step()`` was called: whether anything was updated, and the unit that stopped it if a gradient was bad."""

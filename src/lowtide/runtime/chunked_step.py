@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lowtide.runtime.ambient import undisturbed
 from lowtide.runtime.optimizer_copy import (
     alike,
+    all_options,
     copied,
     copy_of,
     options_of,
@@ -56,6 +57,8 @@ class ChunkedStep:
         """As it was before the step; copied for every call, and never run."""
         self.begun = False
         """Whether any tensor may have changed."""
+        self.options: list[dict[str, Any]] = []
+        """What the groups' options were when the first call had run: with those all others run, too."""
         self._small: dict[Any, Any] = {}
         self._at_finish: dict[Hashable, Callable[[], None]] = {}
 
@@ -111,6 +114,7 @@ class ChunkedStep:
                     entry.state.update(state)
             if first:
                 self._small.update(shared_state(runner))
+                self.options = all_options(self._optimizer)
 
     @contextmanager
     def _showing(self, runner: Optimizer, lists: dict[int, list[nn.Parameter]], entries: Sequence[Entry]) -> Generator[None]:

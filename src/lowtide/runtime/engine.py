@@ -50,11 +50,11 @@ def _aside(verb: Callable[..., Any]) -> Callable[..., Any]:
     or differentiated."""
 
     @functools.wraps(verb)
-    def aside(*args: Any) -> Any:
+    def aside(*args: Any, **kwargs: Any) -> Any:
         if not under_transform():
-            return verb(*args)
+            return verb(*args, **kwargs)
         with without_transforms():
-            return verb(*args)
+            return verb(*args, **kwargs)
 
     return aside
 
@@ -231,7 +231,7 @@ class Engine(Assembly):
             self.announcer.say(Verb.BACKWARD)
             self.group.watch.phase = "in backward"
             this = _Pass()
-            self._backward = weakref.ref(this)
+            self._backward = weakref.ref(this, functools.partial(_pass_has_failed, weakref.ref(self)))
             self._backward_order.restart()
             self.placer.clock.backward_begins()
             self.budget.look("backward begins")
@@ -254,21 +254,21 @@ class Engine(Assembly):
             self.budget.look(("backward", unit.index))
 
     @_aside
-    def grad_arriving(self, key: int, grad: Tensor) -> None:
-        """Autograd is about to accumulate the gradient of parameter ``key``."""
+    def grad_arriving(self, key: int, grad: Tensor, *, watched: bool) -> None:
+        """Autograd is about to accumulate the gradient of parameter ``key``; ``watched``: hooks of the caller's will see it."""
         self.check()
         self._in_backward()
         self._settle(self.grads.by_key[key].unit)
-        self.grads.arriving(self.grads.by_key[key], grad)
+        self.grads.arriving(self.grads.by_key[key], grad, watched=watched)
 
     @_aside
-    def grad_arrived(self, key: int) -> None:
-        """Autograd has accumulated it."""
+    def grad_arrived(self, key: int, *, take: bool) -> None:
+        """Autograd has accumulated it, and hooks of the caller's have seen it (unless ``take`` is false)."""
         record = self.grads.by_key[key]
         self.trace("gradient", self.name_of[record.param])
         self.grads.divide_by(self.scale.value)
         with self.placer.clock.reducing():
-            unit = self.grads.arrived(record)
+            unit = self.grads.arrived(record, take=take)
         self.residency.retry()
         if self.backward_update is not None:
             self.budget.look(None)  # what an update takes, it takes once
@@ -341,7 +341,7 @@ class Engine(Assembly):
             raise errors.Refused(f"optimizer.step() inside gathered() or a forward pass of unit {unit.name!r}; leave it first.")
         if self.backward_update is not None:
             self.grads.refuse_given()
-            return _end_step_in_backward(self, self.backward_update)
+            return _end_step_in_backward(self, self.backward_update, optimizer)
         bad_key = self.grad_facts.first_not_finite()
         self.scale.after_step(skipped=bad_key is not None)
         if bad_key is not None:
@@ -484,6 +484,12 @@ class Engine(Assembly):
         self.poisoned_by = self.residency.damaged_by = None
 
 
+def _pass_has_failed(reference: weakref.ref[Engine], _: weakref.ref[_Pass]) -> None:
+    """Autograd lets go of a pass that has not reached its end, before its caller sees the exception."""
+    if (engine := reference()) is not None:
+        engine.grads.put_back()
+
+
 def _publish(engine: Engine) -> None:
     """Every rank has new values for its shard: homes that hold whole units get everybody's."""
     for ticket in [engine.residency.publish(u) for u in engine.units]:
@@ -491,7 +497,13 @@ def _publish(engine: Engine) -> None:
             ticket.wait()
 
 
-def _end_step_in_backward(engine: Engine, backward_update: BackwardUpdate) -> bool:
+def _end_step_in_backward(engine: Engine, backward_update: BackwardUpdate, optimizer: Optimizer) -> bool:
+    try:
+        backward_update.refuse_another_step(optimizer)
+    except errors.Refused as error:
+        if backward_update.waits_for_step:  # what was done in backward is not what the caller has asked for since
+            engine.poisoned_by = str(error)
+        raise
     taken, bad_unit = backward_update.end_step()
     engine.scale.after_step(skipped=not taken)
     if bad_unit is not None:

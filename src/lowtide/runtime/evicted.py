@@ -94,7 +94,7 @@ class EvictedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in _METADATA or _asks_for_its_node(func, args):
             with without_torch_function():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
@@ -127,6 +127,11 @@ class EvictedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Refused("a sharded model cannot be pickled; save model.state_dict() instead.")
+
+
+def _asks_for_its_node(func: Any, args: Any) -> bool:
+    """Whether this is how torch.autograd.graph finds the node that accumulates a gradient; to read the view still raises."""
+    return func is _T.view_as and len(args) == 2 and args[0] is args[1]
 
 
 def _first_evicted(args: Any) -> nn.Parameter | None:

@@ -24,6 +24,11 @@ def gathered(engine: Engine, params: Sequence[nn.Parameter], *, write: bool) -> 
     """
     engine.settle()
     if write:
+        if engine.backward_update is not None and engine.backward_update.waits_for_step:
+            raise Refused(
+                "gathered(write=True) between backward and step(): update='backward' has updated the parameters already. "
+                "Write after optimizer.step(), or use update='step'."
+            )
         engine.announcer.refuse_alone("gathered(write=True)")
     else:
         engine.announcer.say(Verb.LOOK)

@@ -43,7 +43,10 @@ from lowtide.stages import Stage
 class GradRecord:
     """The gradient of one parameter."""
 
-    __slots__ = ("_known", "hooked", "index", "key", "local", "param", "set_aside", "shown", "store", "unit", "unreduced")
+    __slots__ = (
+        *("_known", "hooked", "index", "key", "lent", "local", "param", "set_aside", "shown", "store", "summed", "unit"),
+        *("torn", "unreduced", "version"),
+    )
 
     def __init__(self, unit: Unit, index: int, key: int) -> None:
         self.unit, self.index, self.key = unit, index, key
@@ -52,6 +55,10 @@ class GradRecord:
         self.set_aside: Tensor | None = None  # what param.grad showed before autograd began to accumulate
         self.store: Tensor | None = None  # reduced; 1-D; until a forward finds that ``param.grad`` is None
         self.shown: Tensor | None = None  # what param.grad shows when ``store`` is valid
+        self.lent: Tensor | None = None  # a whole copy of ``set_aside``, which autograd accumulates into for hooks to see
+        self.summed = False  # ``local`` began as such a copy
+        self.torn = False  # ``store`` was added to by a backward pass that failed on several ranks
+        self.version = 0  # of the parameter, before hooks of the caller's ran
         self.hooked = False
         self.unreduced = False  # ``param.grad`` came from a backward inside no_sync
         self._known: GradSummary | None = None
@@ -110,6 +117,7 @@ class Grads:
         """With updates in backward: this rank's reduced gradients, by parameter, until ``update`` takes them."""
         self.used: list[nn.Parameter] = []
         """And the parameters that had any, on some rank."""
+        self._used: list[GradRecord] = []  # that the last backward pass has updated
         self.finite: dict[Unit, bool] = {}
         """And whether they are finite on every rank."""
         self.queries = {NormQuery(2.0)}
@@ -146,16 +154,21 @@ class Grads:
 
     # -- from autograd ------------------------------------------------------------------------------------------------
 
-    def arriving(self, record: GradRecord, grad: Tensor) -> None:
-        """Autograd is about to accumulate, or only computes (``torch.autograd.grad``): what is shown must not be added to, it
-        holds other ranks' gradients too."""
+    def arriving(self, record: GradRecord, grad: Tensor, *, watched: bool) -> None:
+        """Autograd is about to accumulate, or only computes (``torch.autograd.grad``): what is shown must not be added to,
+        it holds other ranks' gradients too.
+
+        ``watched``: a hook of the caller's will look at ``param.grad``. On one rank it sees the sum, as in plain PyTorch; on
+        several this rank's own gradient, as in DDP."""
         if is_sparse(grad):
             name = record.unit.names[record.index]
             raise Refused(f"the gradient of {name!r} is sparse; build the embedding with sparse=False to train it sharded.")
         if isinstance(record.param.grad, UsedGrad):  # of zeros; others are refused before a backward begins
             record.set_aside = record.param.grad
             record.param.grad = None
+        record.version = record.param._version  # pyright: ignore[reportPrivateUsage]
         if record.is_shown:
+            _refuse_torn(record)
             if not self.sync:
                 if self._is_zero(record):  # zero_grad(set_to_none=False): what is added to is this rank's own from here on
                     record.param.grad = torch.zeros_like(grad)
@@ -165,10 +178,11 @@ class Grads:
                     "micro-batch outside no_sync()."
                 )
             record.set_aside = record.param.grad
-            record.param.grad = None
+            record.param.grad = record.lent = self._whole_copy(record) if watched else None
 
-    def arrived(self, record: GradRecord) -> Unit | None:
-        """Autograd has accumulated. Returns the unit if this was the last gradient it waited for."""
+    def arrived(self, record: GradRecord, *, take: bool = True) -> Unit | None:
+        """Autograd has accumulated. Returns the unit if this was the last gradient it waited for. ``take``: nobody else has to
+        see ``param.grad``; else it stays until backward ends."""
         self.active = True
         if record.param.grad is not None and record.param.grad.requires_grad:
             raise Refused(
@@ -176,8 +190,16 @@ class Grads:
                 f"which ends where gradients are reduced or stored: what is computed from param.grad would have none. Take "
                 f"torch.autograd.grad(loss, parameters, create_graph=True), whose results are ordinary tensors."
             )
+        record.summed |= record.lent is not None
+        record.lent = None
+        if self._group.size > 1:
+            _refuse_used_by_hook(record)
         if not self.sync:
             record.unreduced = True
+            return None
+        if record.param.grad is None:  # a hook has used it, and what was added up before with it
+            record.set_aside = None
+        if not take:
             return None
         self._collect(record)
         unit = record.unit
@@ -209,14 +231,10 @@ class Grads:
                 reduced = ticket.wait()
                 if unit in self._unkept:
                     raise self._unkept[unit]
+                self._show_reduced(unit, reduced)
                 for record, present in zip(self.records[unit], reduced.present, strict=True):
                     if not present:
                         continue
-                    record.known = None
-                    if unit in self.shelves and record.shown is None:
-                        record.shown = self._sharded(record, None)
-                    record.param.grad = record.shown
-                    record.set_aside = None
                     if self._in_backward:
                         self.used.append(record.param)
                     if record.index in reduced.known:
@@ -252,6 +270,50 @@ class Grads:
                 ticket.wait()
         self._drop_pass()
 
+    def put_back(self) -> None:
+        """A backward pass has failed. Called before the caller goes on, who may clear gradients, or add to them.
+
+        On one rank they are left as plain PyTorch leaves them: with what this pass has added. On several it is not known how
+        far the others came: gradients are what they were, or, if they were added to, must be cleared before they are used."""
+        alone = self._group.size == 1 and not self._in_backward
+        for unit, ticket in self._tickets.items():
+            for record in self.records[unit]:
+                record.torn = not alone and record.set_aside is not None
+            if alone:
+                with suppress(Exception):  # told by whoever uses the channel next
+                    self._show_reduced(unit, ticket.wait())
+        for record in self.by_param.values():
+            if alone and record.local is not None:
+                self._show_unreduced(record)
+            elif record.set_aside is not None and record.param.grad is not None:  # a hook of the caller's has raised
+                if alone and record.param.grad is record.lent:
+                    record.set_aside = None
+                else:
+                    record.torn, record.param.grad = record.torn or alone, record.set_aside
+        self._restore()
+
+    def _show_reduced(self, unit: Unit, reduced: Reduced) -> None:
+        for record, present in zip(self.records[unit], reduced.present, strict=True):
+            if not present:
+                continue
+            record.known = None
+            if unit in self.shelves and record.shown is None:
+                record.shown = self._sharded(record, None)
+            record.param.grad = record.shown
+            record.set_aside = None
+
+    def _show_unreduced(self, record: GradRecord) -> None:
+        """On one rank: a gradient that waits for others of its unit."""
+        local, record.local = record.local, None
+        if record.set_aside is not None and not record.summed and local is not None:
+            record.param.grad = record.set_aside
+            whole = self._whole_copy(record)
+            if whole is None:  # kept in another dtype, in which it cannot be shown
+                record.torn = True
+                return
+            local = whole.add_(local)
+        record.param.grad, record.set_aside, record.summed = local, None, False
+
     def _drop_pass(self) -> None:
         self._tickets, self._unkept = {}, {}
         self._ready.clear()
@@ -261,6 +323,7 @@ class Grads:
         self.active = False
         for record in self.by_param.values():
             record.local = record.known = None
+            record.summed = False
         self._restore()
         self._owner.grads_changed()
 
@@ -315,7 +378,7 @@ class Grads:
     def _collect(self, record: GradRecord) -> None:
         """Move a local gradient from ``param.grad`` to where the next reduction takes it."""
         grad = record.param.grad
-        if grad is None or grad is record.shown or isinstance(grad, ShardedGrad | UsedGrad):
+        if grad is None or grad is record.shown or grad is record.lent or isinstance(grad, ShardedGrad | UsedGrad):
             return
         record.local = grad.detach() if record.local is None else record.local.add_(grad.detach())
         record.param.grad = None
@@ -326,24 +389,34 @@ class Grads:
         values = self.piece(record, *self.kept_range(record.unit, record.index))
         return values is not None and not values.count_nonzero()
 
+    def _whole_copy(self, record: GradRecord) -> Tensor | None:
+        """What is shown, whole and plain, for autograd to add to; None where that would not be the sum that is kept."""
+        dtype, shown = record.unit.dtypes[record.index], record.shown
+        if self._group.size > 1 or dtype.gradient is not dtype.param or shown is None:
+            return None
+        return self._owner.whole_of(shown).clone() if isinstance(shown, ShardedGrad) else shown.clone()
+
     def _next_to_submit(self) -> Unit | None:
         return next((unit for unit in self._order if unit not in self._tickets), None)
 
     def _restore(self) -> None:
         for record in self.by_param.values():
-            if record.set_aside is not None and record.param.grad is None:
+            if record.set_aside is not None and (record.param.grad is None or record.param.grad is record.lent):
                 record.param.grad = record.set_aside  # autograd computed it without accumulating (torch.autograd.grad)
-            record.set_aside = None
+            record.set_aside = record.lent = None
 
     def _submit(self, unit: Unit) -> None:
         if not self._tickets:
             self.before_reduction()
         records = self.records[unit]
         present = [r.local is not None for r in records]
-        add = [r.set_aside is not None or r.is_shown for r in records]
+        add = [(r.set_aside is not None or r.is_shown) and not r.summed for r in records]
+        for record, added in zip(records, add, strict=True):
+            record.torn = record.torn and added
         locals_: list[Tensor | None] = [r.local for r in records]
         for record in records:
             record.local = None
+            record.summed = False
         self._make_room(unit, present)
         note = bytes(sum(b << i for i, b in enumerate(present[k : k + 8])) for k in range(0, len(present), 8))
         self._trace("reduce", unit.name)
@@ -413,7 +486,8 @@ class Grads:
     def show_used(self, owned: Container[nn.Parameter]) -> None:
         """The update in backward is over; ``owned``: the parameters that it is for."""
         used, self.used = self.used, []
-        for record in (self.by_param[param] for param in used if param in owned):
+        self._used = [self.by_param[param] for param in used if param in owned]
+        for record in self._used:
             spec = record.unit.layout.params[record.index]
             like = torch.empty((), dtype=record.unit.dtypes[record.index].param, device=record.param.device)
             name = record.unit.names[record.index]
@@ -428,14 +502,25 @@ class Grads:
                     f"update='backward' uses gradients inside it: this one would have no effect. Use update='step'."
                 )
 
-    def refuse_used(self) -> None:
-        """A backward begins: gradients that were used must have been cleared, because nothing can be added to them."""
-        used = next((r.param.grad for r in self.by_param.values() if isinstance(r.param.grad, UsedGrad)), None)
-        if used is not None and not used.zeroed:
-            raise Refused(
-                f"the gradient of {used.parameter!r} was used by update='backward' and is still there: plain PyTorch would add "
-                f"to it, but it is gone. Call zero_grad() before the next backward."
-            )
+    def refuse_used(self, why: str, *, but_zeroed: bool = False) -> None:
+        """Raise if a gradient that was used is still shown (``but_zeroed``: not as zeros), where plain PyTorch would use it."""
+        for record in self.by_param.values():
+            used = record.param.grad
+            if isinstance(used, UsedGrad) and not (used.zeroed and but_zeroed):
+                raise Refused(
+                    f"the gradient of {used.parameter!r} was used by update='backward' and is still there: {why}, but it is "
+                    f"gone. Call zero_grad() after every step, and step() once after every backward."
+                )
+
+    def refuse_dropped(self) -> None:
+        """Raise if the caller has dropped, zeroed or replaced a gradient since it was used."""
+        for record in self._used:
+            grad = record.param.grad
+            if not isinstance(grad, UsedGrad) or grad.zeroed:
+                raise Refused(
+                    f"the gradient of {record.unit.names[record.index]!r} was dropped or changed between backward and step(), "
+                    f"but update='backward' had used it in loss.backward(). Use update='step' to choose after backward."
+                )
 
     def kept_range(self, unit: Unit, index: int) -> tuple[int, int]:
         """Elements ``lo:hi`` of a parameter whose reduced gradient this rank keeps."""
@@ -551,14 +636,34 @@ def is_sparse(grad: Tensor | None) -> bool:
     return grad is not None and grad.layout is not torch.strided
 
 
+def _refuse_torn(record: GradRecord) -> None:
+    if record.torn and record.is_shown:
+        raise Refused(
+            f"a backward pass failed after it had added to the gradient of {record.unit.names[record.index]!r}, which is "
+            f"neither what it was nor what it was to be. Call zero_grad() before the next backward."
+        )
+
+
 def refuse_unreduced(records: Iterable[GradRecord]) -> None:
     """Raise if a gradient is this rank's own still: an update from it would differ from rank to rank."""
     for record in records:
+        _refuse_torn(record)
         if record.unreduced and record.param.grad is not None and not record.is_shown:
             raise Refused(
                 f"the gradient of {record.unit.names[record.index]!r} was made inside no_sync() and has not been reduced. "
                 f"Run the last micro-batch's backward outside no_sync()."
             )
+
+
+def _refuse_used_by_hook(record: GradRecord) -> None:
+    """Raise if a hook has updated the parameter, or dropped its gradient, before the ranks' gradients were added up."""
+    param, name = record.param, record.unit.names[record.index]
+    if param.grad is None or param._version != record.version:  # pyright: ignore[reportPrivateUsage]
+        what = "dropped the gradient of" if param.grad is None else "changed"
+        raise Refused(
+            f"a post-accumulate-grad hook has {what} parameter {name!r}: on several ranks it sees this rank's own gradient, "
+            f"before ranks are added up, and ranks would part. Give the optimizer to lowtide.shard with update='backward'."
+        )
 
 
 def _order_of_rank_0(channel: Channel, order: list[Unit]) -> list[Unit]:

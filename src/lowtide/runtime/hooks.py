@@ -15,7 +15,7 @@ from lowtide.errors import NO_WHOLE_COMPILE, Refused
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.grads import GradRecord
 from lowtide.spec.units import needs
-from lowtide.torch_internals import never_compiled
+from lowtide.torch_internals import grad_hooks_of, never_compiled
 
 
 class _Call:
@@ -90,15 +90,25 @@ def _hook_parameter(engine: Engine, record: GradRecord) -> None:
 
     def before(grad: Tensor) -> None:
         if (alive := reference()) is not None:
-            alive.grad_arriving(key, grad)
+            param = alive.grads.by_key[key].param
+            _move_to_the_end(param, number)
+            alive.grad_arriving(key, grad, watched=len(grad_hooks_of(param)) > 1)
 
-    def after(_: Tensor) -> None:
+    def after(param: Tensor) -> None:
         if (alive := reference()) is not None:
-            alive.grad_arrived(key)
+            # A hook that was made since ``before`` still has to see the gradient: it is taken when backward ends.
+            alive.grad_arrived(key, take=next(reversed(grad_hooks_of(param))) == number)
 
     record.param.register_hook(before)
-    record.param.register_post_accumulate_grad_hook(after)
+    number = record.param.register_post_accumulate_grad_hook(after).id
     record.hooked = True
+
+
+def _move_to_the_end(param: Tensor, number: int) -> None:
+    """Ours takes the gradient away, so hooks that the caller has made since must run before it."""
+    hooks = grad_hooks_of(param)
+    if next(reversed(hooks)) != number:
+        hooks[number] = hooks.pop(number)  # torch runs them in a dict's order, which an OrderedDict's own does not change
 
 
 def _hook_model(engine: Engine, calls: _Calls) -> None:

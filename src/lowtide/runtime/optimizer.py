@@ -103,7 +103,14 @@ class ShardedOptimizer(Optimizer):
 
 def refuse(optimizer: Optimizer, engine: Engine) -> None:
     """Raise if this optimizer cannot update this model's shards. Changes nothing."""
-    _refuse_strangers((p for group in optimizer.param_groups for p in group["params"]), engine)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    _refuse_strangers(params, engine)
+    earlier = engine.backward_update.optimizer if engine.backward_update is not None else None
+    if earlier is not None and not {p for group in earlier.param_groups for p in group["params"]} <= set(params):
+        raise Refused(
+            "update='backward' runs one optimizer for a model, and this one leaves out parameters of the one that is there. "
+            "Give all of them to one optimizer (in groups), or use update='step'."
+        )
     _refuse_unfit(optimizer, engine)
 
 

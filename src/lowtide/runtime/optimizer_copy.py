@@ -43,6 +43,11 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
+def all_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of every group, as they are now."""
+    return [copied(options_of(group)) for group in optimizer.param_groups]
+
+
 def copy_of(optimizer: Optimizer) -> Optimizer:
     """An optimizer like ``optimizer``, with empty groups, and with those states only that belong to no parameter."""
     twin = object.__new__(plain_class(optimizer))

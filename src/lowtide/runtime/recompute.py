@@ -94,7 +94,8 @@ class Recompute:
         """Make ``module``, which needs ``units``, able to recompute."""
         original: Callable[..., Any] = module.forward
         self._replaced[module] = vars(module).get("forward")
-        habits = _Habits(_names_of(original))
+        parameters = [(m, name, p) for m in module.modules() for name, p in _parameters(m).items()]
+        habits = _Habits(_names_of(original), parameters)
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +110,7 @@ class Recompute:
     def _answer(self, module: nn.Module, habits: _Habits) -> bool:
         # In backward this is the recomputation of a caller's checkpoint, which must go as its forward went.
         if backward_under_way() is None or habits.answer is None:
-            habits.answer = self._choice.should_recompute(module)
+            habits.answer = habits.has_its_own_parameters() and self._choice.should_recompute(module)
         return habits.answer
 
     def remove(self) -> None:
@@ -127,11 +128,17 @@ class _Habits:
     """What earlier calls of a module have shown."""
 
     names: tuple[str, ...]  # of the arguments of its forward
+    parameters: list[tuple[nn.Module, str, nn.Parameter | None]]
+    """Which it was built with, and where."""
     answer: bool | None = None  # whether the last forward was to be recomputed
     tried: bool = False  # one recomputation has come to the same results
     writes: bool | None = None  # whether the forward writes to its parameters; unknown before the first
     constant: set[tuple[bool, nn.Module, str]] = field(default_factory=set[tuple[bool, nn.Module, str]])
     """Large buffers that a forward (in training or not) left alone."""
+
+    def has_its_own_parameters(self) -> bool:
+        """Or torch.func.functional_call has put others in their place, for the length of the forward pass only."""
+        return all(_parameters(module).get(name) is param for module, name, param in self.parameters)
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call, by the names that a message gives them."""
@@ -526,6 +533,10 @@ def _set_training(modes: Iterable[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
         if module.training is not training:
             module.training = training
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    return module._parameters  # pyright: ignore[reportPrivateUsage]
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -72,6 +72,8 @@ class Update:
         self._pieces_begun = False
         self._step: ChunkedStep | None = None  # that is under way, in backward until ``finish_step``, or was the last
         self._updated: list[nn.Parameter] = []  # in it
+        self.options: list[dict[str, Any]] = []
+        """The options with which the last step in backward ran, group by group."""
         self._ahead: dict[Unit, deque[OpenChunk]] = {}
 
     def take_over(self, unit: Unit, values: Sequence[Tensor]) -> None:
@@ -301,6 +303,7 @@ class Update:
         if self._step is None:
             return []
         self._step.finish()
+        self.options = self._step.options
         updated, self._step, self._updated = self._updated, None, []
         return updated
 
