@@ -1,7 +1,7 @@
 """Are the probe's figures right? What `lowtide doctor` measures of disk and memory, beside fio and a plain loop, in turns.
 
-    python benchmarks/probe.py /scratch --out benchmarks/results/probe.json      about a minute; needs fio
-    python benchmarks/probe.py /scratch --rounds 1                               does the script work here?
+    python benchmarks/probe.py . --out benchmarks/results/probe.json      about a minute; needs fio
+    python benchmarks/probe.py . --rounds 1                               does the script work here?
 
 A disk's speed moves from minute to minute, so both measure in every round, one directly after the other, and who goes first
 changes; the ratio is taken within a round. fio gets the same work: requests of 4 MiB past the page cache, from 8 threads, over

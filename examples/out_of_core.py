@@ -1,7 +1,7 @@
 """Training a model that is larger than its memory number, with one added line.
 
     python examples/out_of_core.py                                # states of 1.6 GB inside 640 MiB, in a temporary folder
-    python examples/out_of_core.py --memory 1GiB --disk /scratch  # more memory, less traffic, the same losses
+    python examples/out_of_core.py --memory 1GiB --disk .         # more memory, less traffic, the same losses
 
 Parameters, gradients and Adam's averages live on disk and come to memory unit by unit. Take the marked lines out and the
 losses stay the same; the memory does not.

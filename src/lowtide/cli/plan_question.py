@@ -83,7 +83,7 @@ class _Cluster:
 def ask(what: Subject, where: Place, how: Request) -> Question:
     """The question that flags ask; every mistake in them is an ArgumentError. ``how``: what of a request has no place."""
     _one_subject(what)
-    batch = _batchparse_bytes(what)
+    batch = _batch_size(what)
     cluster = None if where.cluster is None else parse_cluster(where.cluster)
     _refuse_wrong_words(what, where, how, cluster)
     import_torch()
@@ -261,7 +261,7 @@ def _one_subject(what: Subject) -> None:
         raise ArgumentError(f"{' and '.join(given)} are given; a plan is for one model, choose one.")
 
 
-def _batchparse_bytes(what: Subject) -> int | None:
+def _batch_size(what: Subject) -> int | None:
     """``None`` for ``auto``; 0 where nothing is known of a batch."""
     known_sequence = what.params is None or what.sequence is not None
     if what.sequence is not None and what.sequence < 1:
