@@ -590,7 +590,7 @@ def generation_between_steps(make: Make, rank: int, trace: Trace) -> None:
 PLACEMENTS = ("plain", "memory", "disk", "disk_backward")
 REFUSED_IN_BACKWARD: dict[str, str] = {
     "gan": "one backward per step",
-    "inner_loop": "the graph still needs unit",
+    "inner_loop": "is evicted: sub needs its values",
     "sharpness_aware": "between backward and step()",
     "exceptions_while_accumulating": "one backward per step",
     "accumulated_and_evaluated": "one backward per step",
