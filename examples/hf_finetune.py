@@ -1,4 +1,4 @@
-"""A Hugging Face model, unchanged, in a training loop with one added line. Needs: pip install transformers
+"""A Hugging Face model, unchanged, in a training loop with one added line. Needs: pip install -c constraints.txt -e '.[hf]'
 
     python examples/hf_finetune.py                                one process
     torchrun --nproc-per-node 2 examples/hf_finetune.py           two ranks: each keeps half of every state
@@ -16,9 +16,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import lowtide
+
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel
+except ImportError as error:
+    raise SystemExit("this example needs transformers: pip install -c constraints.txt -e '.[hf]'") from error
 
 CONTEXT = 128
 

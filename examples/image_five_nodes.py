@@ -1,4 +1,4 @@
-"""Image recognition on five nodes: lowtide's stage 3 against DDP. Needs: pip install scikit-learn
+"""Image recognition on five nodes: lowtide's stage 3 against DDP. Needs: pip install -c constraints.txt scikit-learn
 
     python examples/image_five_nodes.py
 
@@ -17,7 +17,6 @@ import time
 from dataclasses import dataclass
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +25,11 @@ import lowtide
 from lowtide.api import engine_of
 from lowtide.job.launch import start_ranks, started_by_launch
 from lowtide.job.ranks import Member, joined
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError as error:
+    raise SystemExit("this example needs scikit-learn: pip install -c constraints.txt scikit-learn") from error
 
 RANKS = 5
 BATCH = 16

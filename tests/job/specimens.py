@@ -161,3 +161,40 @@ class Recorder(nn.Module):
 def recorder() -> nn.Module:
     _watch_saves()
     return Recorder()
+
+
+# -- models that a newcomer writes first ----------------------------------------------------------------------------------
+
+
+class LooksUp(nn.Module):
+    """``rows`` tokens in texts of ``places``; says neither."""
+
+    def __init__(self, rows: int, places: int) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(rows, 8), nn.Embedding(places, 8), nn.Linear(8, rows)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.head(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device)))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
+
+
+def knows_few_tokens() -> nn.Module:
+    return LooksUp(100, 256)
+
+
+def looks_at_few_places() -> nn.Module:
+    return LooksUp(8192, 64)
+
+
+def without_targets() -> nn.Module:
+    model = LooksUp(8192, 256)
+    model.forward = lambda tokens: model.logits(tokens)  # type: ignore[method-assign]
+    return model
+
+
+def returns_logits() -> nn.Module:
+    model = LooksUp(8192, 256)
+    model.forward = lambda tokens, targets: model.logits(tokens)  # type: ignore[method-assign]
+    return model

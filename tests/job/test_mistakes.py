@@ -56,6 +56,7 @@ WRONG: dict[str, list[str]] = {
     "a range": ["memory", "memory=4GiB", "memory=4..2GiB", "speed=1..2GiB", "memory=a..b", "memory=1..2XB", "", _ESCAPE],
     "a new file": [f"{_NOWHERE}/a", "{here}"],
     "sizes": ["1", "4GiB,x", "", "4GiB,,2GiB", _ESCAPE],
+    "a Hugging Face folder": [_NOWHERE, "{file}", "{pipe}", "{empty}", "", _ESCAPE],
     "anything": [],  # any text is right
 }
 
@@ -104,11 +105,14 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "report": (["{here}"], dict.fromkeys(["--out", "--svg", "--png", "--trace"], "anything")),
     "top": (["{here}"], {"--every": "a rate"}),
     "ckpt ls": ([], {}),
-    "ckpt show": (["{here}"], {}),
-    "ckpt verify": (["{here}"], {}),
-    "ckpt export": (["{here}", "new"], {"--dtype": "a word", "--shard-size": "a size", "--like": "anything"}),
+    "ckpt show": (["{run}/checkpoints"], {}),
+    "ckpt verify": (["{run}/checkpoints"], {}),
+    "ckpt export": (
+        ["{run}/checkpoints", "new"],
+        {"--dtype": "a word", "--shard-size": "a size", "--like": "a Hugging Face folder"},
+    ),
     "ckpt import": (["{here}", "new"], {}),
-    "ckpt diff": (["{here}", "{here}"], {}),
+    "ckpt diff": (["{run}/checkpoints", "{run}/checkpoints"], {}),
     "ckpt gc": (["{here}"], {"--keep": "a whole number from 1"}),
 }
 _ALONE = {"--preset", "--model", "--arch", "--params"}
@@ -146,8 +150,12 @@ def _mistakes() -> Iterator[Mistake]:
         yield Mistake([*command.split(), *needs, "--no-such-option"], "--no-such-option")
         yield Mistake([*command.split(), *needs, *["surplus"] * 3], "" if command == "doctor" else "surplus")
         for number in range(len(needs)):
-            if needs[number] == "{here}":  # a folder that is not there, a file, a pipe
-                for value in (_NOWHERE, "{file}", "{pipe}", "", _ESCAPE):
+            if needs[number] == "new":  # something is there already
+                for value in ("{file}", "{pipe}", "{run}"):
+                    yield Mistake([*command.split(), *needs[:number], value], "")
+            if needs[number] in ("{here}", "{run}/checkpoints"):  # a folder that is not there, a file, a pipe
+                no_checkpoint = ["{empty}", "{run}"] if needs[number] != "{here}" else []
+                for value in (_NOWHERE, "{file}", "{pipe}", "", _ESCAPE, *no_checkpoint):
                     if (command, value) not in ACCEPTED:
                         yield Mistake([*command.split(), *needs[:number], value, *needs[number + 1 :]], "")
     for value in (_NOWHERE, "{file}", "{pipe}", "", _ESCAPE):
@@ -211,8 +219,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Mistake, Ans
     here = tmp_path_factory.mktemp("mistakes")
     (here / "work" / "empty").mkdir(parents=True)
     (here / "work" / "file").write_text("text")
+    checkpoint = here / "work" / "run" / "checkpoints" / "step-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")  # one to be seen; what it is worth takes torch
     os.mkfifo(here / "work" / "pipe")
-    places = {name: str(here / "work" / name) for name in ("empty", "file", "pipe")} | {"here": str(here / "work")}
+    places = {name: str(here / "work" / name) for name in ("empty", "file", "pipe", "run")} | {"here": str(here / "work")}
     mistakes = [Mistake([word.format(**places) if "{" in word else word for word in m.words], m.names) for m in _mistakes()]
     done = subprocess.run(
         [sys.executable, "-c", _ASK],
@@ -240,6 +251,19 @@ def test_every_option_has_its_mistakes() -> None:
     assert found == {name: set(options) for name, (_, options) in COMMANDS.items()}
 
 
+def _is_quoted(mistake: Mistake, said: str) -> bool:
+    """Whether a message of ours repeats the value of the option as it was typed, or the part of it that is wrong."""
+    if not said.startswith("lowtide: --"):
+        return True  # typer's own
+    option, equals, value = mistake.words[-1].partition("=") if mistake.names else ("", "", "")
+    if not equals or option != mistake.names:
+        value = mistake.words[-1] if mistake.words[-2:-1] == [mistake.names] else ""
+    if mistake.words[-1] in ("1", "1e9"):
+        return True  # right by itself; the mistake is that something else is given, or missing
+    parts = [value, *value.split(":"), *value.split(",")]
+    return not value or "\x1b" in value or any(part and part in said for part in parts)
+
+
 def test_a_mistake_is_one_line_that_names_it_before_torch_is_imported(answers: list[tuple[Mistake, Answer]]) -> None:
     wrong: list[str] = []
     for mistake, answer in answers:
@@ -247,6 +271,8 @@ def test_a_mistake_is_one_line_that_names_it_before_torch_is_imported(answers: l
         one = answer.err.startswith("lowtide: ") and answer.err.count("\n") == 1 and answer.out == ""
         if answer.code != 2 or not one or mistake.names not in answer.err or answer.made:
             wrong.append(line)
+        elif not _is_quoted(mistake, answer.err):
+            wrong.append(f"not what was typed: {line}")
         elif "\x1b" in answer.err or "Traceback" in answer.err:
             wrong.append(f"what a terminal acts on: {line}")
     assert not wrong, f"{len(wrong)} of {len(answers)}:\n" + "\n".join(wrong)

@@ -250,7 +250,10 @@ def _result(*, counted: int, budget: int | None) -> Result:
 
 def test_the_summary_says_whether_the_memory_number_held() -> None:
     text = "\n".join(summary_lines(_result(counted=800 * MIB, budget=1000 * MIB), Options()))
-    assert "held: peak 800.0 MiB of 1,000.0 MiB (80%)" in text
+    assert "held: peak 800.0 MiB of 1,000.0 MiB (80%); on top 100.0 MiB of pages of files" in text
+    assert text.count("peak 8") == 1  # a second one, over the number, would read like a broken promise
+    assert "stage" not in text  # of one rank, which cuts nothing
+    assert "the plan said 1.100 s (10% too high) and a peak of 800.0 MiB (as it was)" in text
     assert "30.0 MiB in use; 10.0 MiB read, 20.0 MiB written, 0.50 s waited per step" in text
     assert "activations: keep 2, recompute 1; update: in backward" in text
     assert "EXCEEDED: peak 800.0 MiB of 700.0 MiB" in "\n".join(

@@ -15,6 +15,7 @@ from lowtide.cli import ckpt_answer as answer
 from lowtide.config import parse_bytes
 from lowtide.errors import ArgumentError, CheckpointError
 from lowtide.job.interrupt import import_torch
+from lowtide.job.run_folder import CHECKPOINTS
 
 if TYPE_CHECKING:
     from lowtide.checkpoint.folder import Found
@@ -57,7 +58,7 @@ def show(
     json: _Json = False,
 ) -> int:
     """Show what is in a checkpoint."""
-    _refuse_no_folder(checkpoint)
+    _refuse_no_checkpoint(checkpoint)
     with _explained():
         from lowtide.checkpoint.source import open_source
 
@@ -73,7 +74,7 @@ def verify(
     json: _Json = False,
 ) -> int:
     """Read every byte and check it. Exit code 1 if anything is not what was written."""
-    _refuse_no_folder(path)
+    _refuse_no_checkpoint(path)
     with _explained():
         from lowtide.checkpoint.source import verify as verify_one
 
@@ -116,7 +117,10 @@ def export(
     if dtype is not None and dtype not in _DTYPES:
         raise ArgumentError(f"--dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}.")
     shard_bytes = parse_bytes("--shard-size", shard_size)
-    _refuse_no_folder(checkpoint)
+    _refuse_no_checkpoint(checkpoint)
+    _refuse_taken(target)
+    if like is not None and not os.path.isfile(os.path.join(like, "config.json")):
+        raise ArgumentError(f"--like is {like!r}, which is not a Hugging Face folder: it has no config.json.")
     with _explained():
         import torch
 
@@ -144,6 +148,7 @@ def import_folder(
     """Make a checkpoint of a Hugging Face folder: weights only, step 0."""
     if not os.path.isdir(source) and not os.path.isfile(source):
         raise ArgumentError(f"{source!r} does not exist; give a folder with model.safetensors, or such a file.")
+    _refuse_taken(target)
     with _explained():
         from lowtide.checkpoint.importing import import_hf
 
@@ -162,8 +167,8 @@ def diff(
     json: _Json = False,
 ) -> int:
     """Say what differs between two checkpoints, bit by bit. Exit code 1 if anything does."""
-    _refuse_no_folder(first)
-    _refuse_no_folder(second)
+    _refuse_no_checkpoint(first)
+    _refuse_no_checkpoint(second)
     with _explained():
         from lowtide.checkpoint.compare import diff as compare
 
@@ -212,9 +217,20 @@ def _folder(path: str) -> Path:
     return where
 
 
-def _refuse_no_folder(path: str) -> None:
+def _refuse_no_checkpoint(path: str) -> None:
+    """Raise where none is to be seen, before torch is imported; whether one can be read is another question."""
     if not os.path.isdir(path):
         raise ArgumentError(f"{path!r} is not a folder; a checkpoint is one.")
+    if any(next(Path(path).glob(where), None) for where in ("manifest.json", "*/manifest.json")):
+        return
+    inside = os.path.join(path, CHECKPOINTS)
+    run = f"; if it is a run, name {inside!r}" if os.path.isdir(inside) else ""
+    raise ArgumentError(f"there is no checkpoint in {path!r}{run}.")
+
+
+def _refuse_taken(target: str) -> None:
+    if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
+        raise ArgumentError(f"{target!r} is there already; give a new folder.")
 
 
 def _checkpoint(path: str) -> Path:
@@ -253,7 +269,7 @@ def _found(path: str) -> tuple[list[Path], list[tuple[Path, CheckpointError]]]:
     found: list[Found]
     found, refused = folders.checkpoints(where)
     if not found and not refused:
-        raise ArgumentError(f"there is no checkpoint in {path!r}.")
+        raise ArgumentError(f"there is no checkpoint in {path!r} that can be listed; see lowtide ckpt gc.")
     return [f.path for f in found], refused
 
 

@@ -162,7 +162,10 @@ def parse_range(text: str) -> tuple[str, int, int]:
     unit = _LETTERS.search(high)
     if unit is not None and not _LETTERS.search(low):
         low += unit[0]
-    smallest, largest = parse_bytes("--what-if", low), parse_bytes("--what-if", high)
+    try:
+        smallest, largest = parse_bytes("the size", low), parse_bytes("the size", high)
+    except ArgumentError as error:
+        raise ArgumentError(f"--what-if is {text!r}: {error}") from error
     if smallest is None or largest is None or smallest >= largest:
         raise ArgumentError(f"--what-if is {text!r}; the first size must be below the second.")
     return what, smallest, largest

@@ -128,9 +128,10 @@ def _refuse_small_embedding(name: str, model: nn.Module, vocabulary: int) -> Non
     """A model that looks tokens up, but not one of whose tables has room for all of them."""
     rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if rows and max(rows) < vocabulary:
+        sizes = " and ".join(map(str, sorted(set(rows))))
         raise ArgumentError(
-            f"--model is {name!r}: its largest embedding has {max(rows)} rows, but it would get tokens up to {vocabulary - 1}. "
-            f"Say what it knows: model.vocab_size = {max(rows)}, and model.context if it looks at fewer than {CONTEXT} tokens. "
+            f"--model is {name!r}: its embeddings have {sizes} rows, but it would get tokens up to {vocabulary - 1}. Say what "
+            f"it knows: model.vocab_size, the rows for tokens, and model.context if it looks at fewer than {CONTEXT} of them. "
             f"{_CONTRACT}"
         )
 

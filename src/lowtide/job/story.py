@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Generator
@@ -170,12 +172,18 @@ def _close(console: Console, pairs: list[Pair], larger: Pair, run: Path, spent: 
         f"time             {spent:.0f} s for all of this on {cores()} cores",
         "",
         "Next:",
-        "  lowtide train --preset gpt-98m --memory 1GiB --disk .   larger than memory",
-        "  lowtide train --data FOLDER --steps 500                 your own text",
-        "  lowtide train --model package.module:function           your own model",
+        f"  {command_name()} train --preset gpt-98m --memory 1GiB --disk .   larger than memory",
+        f"  {command_name()} train --data FOLDER --steps 500                 your own text",
+        f"  {command_name()} train --model package.module:function           your own model",
     ]
     console.print()
     console.print(Panel(Text("\n".join(lines)), title="lowtide", box=box.ROUNDED, expand=False))
+
+
+def command_name() -> str:
+    """``lowtide`` as a shell finds it: alone if it is on the path, else where it was installed, beside Python."""
+    beside = os.path.relpath(os.path.join(os.path.dirname(sys.executable), "lowtide"))
+    return "lowtide" if shutil.which("lowtide") else beside
 
 
 def _metric(run: Path, name: str) -> list[float]:

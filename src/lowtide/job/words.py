@@ -27,11 +27,16 @@ _CODE = re.compile(r"(`[^`]*`)")
 _DEFERRED = re.compile(r"\bdeferred\((disk=(?:'[^']*'|\"[^\"]*\"|\.\.\.))\)")
 _CHOICE = re.compile(rf"(?<!['\"])\b({'|'.join(FLAGS)})=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\d[\w.]*|\.\.\.)?(?![\w=])")
 _SUBJECT = re.compile(rf"^(the size of |)({'|'.join(FLAGS)}) is (?=['\"\d-])")
+_RAISE = re.compile(r"\braise memory to\b")
+_OWN = re.compile(r"^(the size of )?--[a-z]")
+"""How a message begins that the command line has made itself, of its flags and of what was typed."""
 _NO_FLAG = re.compile(rf"\b({'|'.join(_ONLY_IN_PYTHON)})=(?![\w=])")
 
 
 def in_flags(message: str) -> str:
     """``message`` with the flags of the command line in place of the arguments of a call."""
+    if _OWN.match(message):
+        return message
     parts = _CODE.split(message)
     return "".join(part if part.startswith("`") else _translated(part, first=not at) for at, part in enumerate(parts))
 
@@ -40,6 +45,7 @@ def _translated(text: str, *, first: bool) -> str:
     text = _DEFERRED.sub(r"\1", text)
     text = _SUBJECT.sub(lambda match: f"{match[1]}{FLAGS[match[2]]} is ", text) if first else text
     text = _NO_FLAG.sub(r"\1= of lowtide.shard", text)
+    text = _RAISE.sub("raise --memory to", text)
     return _CHOICE.sub(lambda match: FLAGS[match[1]] + _value(match[2] or ""), text)
 
 
