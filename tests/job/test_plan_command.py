@@ -74,7 +74,7 @@ MISTAKES = {
     "plan --arch gpt2 --accumulate 0": "accumulate is 0",
     "plan --arch gpt2 --update backward --accumulate 2": "cannot accumulate",
     "plan --arch gpt2 --objective money": "objective is 'money'",
-    "plan --arch gpt2 --what-if speed=1..2": "such as `memory=2..16GiB`",
+    "plan --arch gpt2 --what-if speed=1..2": "such as memory=2..16GiB",
     "plan --arch gpt2 --what-if memory=4GiB": "--what-if is 'memory=4GiB'; '4GiB' is one size",
     "plan --arch gpt2 --what-if memory=8..4GiB": "the first size must be below the second",
     "plan --arch gpt2 --what-if memory=a..4GiB": "--what-if is 'a",

@@ -152,9 +152,9 @@ def _compare(question: Question, varied: tuple[str, int, int], output: Output) -
 
     what, low, high = varied
     if what == "disk" and question.hardware.disk is None:
-        raise ArgumentError("`--what-if disk=...`: give --disk too, which says what disk it is.")
+        raise ArgumentError("--what-if disk=...: give --disk too, which says what disk it is.")
     if what == "device-memory" and question.hardware.compute.memory_bytes is None:
-        raise ArgumentError("`--what-if device-memory=...`: this machine has no device with memory of its own.")
+        raise ArgumentError("--what-if device-memory=...: this machine has no device with memory of its own.")
     model = question.model_for(question.batch or 0)
     points = frontier(model, question.hardware, question.request, what, sizes_between(low, high))
     answer_frontier(question, points, output)

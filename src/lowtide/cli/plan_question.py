@@ -157,7 +157,7 @@ def parse_range(text: str) -> tuple[str, int, int]:
     if match is None or match[1] not in VARIABLE:
         one = _ONE_SIZE.match(text.strip())
         why = f"{one[2]!r} is one size, not a range; " if one is not None and one[1] in VARIABLE else ""
-        raise ArgumentError(f"--what-if is {text!r}; {why}write {', '.join(VARIABLE)} and a range, such as `memory=2..16GiB`.")
+        raise ArgumentError(f"--what-if is {text!r}; {why}write {', '.join(VARIABLE)} and a range, such as memory=2..16GiB.")
     what, low, high = match[1], match[2].strip(), match[3].strip()
     unit = _LETTERS.search(high)
     if unit is not None and not _LETTERS.search(low):

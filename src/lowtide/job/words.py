@@ -23,9 +23,9 @@ FLAGS = {
 _ONLY_IN_PYTHON = ("units", "partition", "weights", "comm")
 
 _CODE = re.compile(r"(`[^`]*`)")
-"""What is quoted as code stays as it is; so does, in ``_CHOICE``, what stands in quotes because it was typed."""
+"""What is quoted as code stays as it is."""
 _DEFERRED = re.compile(r"\bdeferred\((disk=(?:'[^']*'|\"[^\"]*\"|\.\.\.))\)")
-_CHOICE = re.compile(rf"(?<!['\"])\b({'|'.join(FLAGS)})=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\d[\w.]*|\.\.\.)?(?![\w=])")
+_CHOICE = re.compile(rf"\b({'|'.join(FLAGS)})=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\d[\w.]*|\.\.\.)?(?![\w=])")
 _SUBJECT = re.compile(rf"^(the size of |)({'|'.join(FLAGS)}) is (?=['\"\d-])")
 _RAISE = re.compile(r"\braise memory to\b")
 _OWN = re.compile(r"^(the size of )?--[a-z]")
