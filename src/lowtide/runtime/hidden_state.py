@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lowtide.runtime.prints import print_of
+from lowtide.runtime.prints import can_be_printed, print_of
 from lowtide.torch_internals import forward_hooks_of
 
 _MOST_MARKS = 20_000  # beyond this, what an argument refers to is not followed
@@ -102,6 +102,8 @@ class Look:
         mark, inside = _opened(value, objects=objects) if followed else (_This(value), ())
         index = self._seen[id(value)] = self._add(parent, key, (kind, mark))
         for name, part in inside:
+            if len(self._marks) >= _MOST_MARKS:
+                return
             self._visit(index, name, part, depth + 1, objects=objects)
 
 
@@ -200,7 +202,7 @@ def _is_empty(cell: Any) -> bool:
 def _mark_of_tensor(tensor: Tensor) -> Any:
     if isinstance(tensor, nn.Parameter) or tensor.is_inference():
         return _This(tensor)
-    values = print_of(tensor) if tensor.nbytes <= _SMALL else None
+    values = print_of(tensor) if can_be_printed(tensor) and tensor.nbytes <= _SMALL else None
     return _This(tensor), tensor._version, values  # pyright: ignore[reportPrivateUsage]
 
 

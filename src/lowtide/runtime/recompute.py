@@ -329,12 +329,14 @@ class _Call:
 
     def end(self, context: saved_tensors_hooks, present: _Present, error: BaseException | None) -> None:
         """Make everything as it was before ``begin``."""
+        self._prints.forget_tensors()  # before the unit is released: one may be a view of it
         try:
             touched = present.restore()
             self._saved.close(context)
         finally:
             self._engine.after_forward(self._units)
-        self._prints.forget_tensors()
+        if error is not None and not isinstance(error, Exception):
+            return  # an interrupt
         if touched is not None:
             raise Refused(
                 f"the forward pass of unit {self._name!r} reaches its buffer {touched!r} through another name and cannot "
