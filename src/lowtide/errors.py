@@ -276,6 +276,13 @@ class CheckpointCorrupted(CheckpointError):
 
 
 @dataclass(eq=False)
+class CheckpointUnread(CheckpointError):
+    """A checkpoint was not looked at, because this process or machine is short of something; it may be whole."""
+
+    way_out: ClassVar[str] = "Raise the limit (`ulimit -n` for open files) or end other programs, and load it again."
+
+
+@dataclass(eq=False)
 class NoCheckpoint(CheckpointError):
     """There is nothing to load."""
 

@@ -45,7 +45,8 @@ _FILE_NAME = r"^[a-z0-9][a-z0-9.-]{0,99}$"
 _KIND = r"^(parameters|masters|object|optimizer\.(?s:.+))$"
 _TAIL = re.compile(rb'"digest":"([0-9a-f]{32})"}\n\Z')
 
-Count = Annotated[int, Field(ge=0, lt=2**62)]
+COUNT_LIMIT = 2**62
+Count = Annotated[int, Field(ge=0, lt=COUNT_LIMIT)]
 Hash64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 

@@ -26,7 +26,7 @@ from pydantic import JsonValue
 from torch.optim import Optimizer
 
 from lowtide.checkpoint import folder, objects
-from lowtide.checkpoint.manifest import File, Manifest, table_name
+from lowtide.checkpoint.manifest import COUNT_LIMIT, File, Manifest, table_name
 from lowtide.checkpoint.snapshot import Section, Snapshot, TableBuilder, free_bytes
 from lowtide.checkpoint.worker import Worker
 from lowtide.comm.processes import this_host
@@ -265,8 +265,7 @@ class _Job:
 
     def _make_folder(self) -> str:
         self._working = self._wish.target.parent / folder.new_name(self._wish.target)
-        folder.make_folder(self._working)
-        self._alive = folder.marked_alive(self._working)
+        self._alive = folder.make_marked(self._working)
         return self._working.name
 
     def _choose(self) -> None:
@@ -425,14 +424,13 @@ class _Job:
         files = [File(**row) for text in everybody for row in json.loads(text)]
         parent = self._wish.target.parent
         with folder.locked(parent):
-            found, _ = folder.checkpoints(parent)
             manifest = Manifest(
                 lowtide=__version__,
                 torch=str(torch.__version__),
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 name=self._wish.target.name,
-                step=self._wish.step,
-                sequence=max((f.manifest.sequence for f in found), default=0) + 1,
+                step=min(self._wish.step, COUNT_LIMIT - 1),
+                sequence=folder.next_sequence(parent),
                 world_size=self._engine.group.size,
                 stage=self._engine.config.stage.number,
                 plan=xxhash.xxh3_128_hexdigest(repr(self._engine.placer.placement).encode()),
@@ -477,6 +475,10 @@ def refuse_target(path: str | os.PathLike[str]) -> Path:
     if not folder.is_name(target.name):
         raise ArgumentError(
             f"{str(path)!r} cannot be the name of a checkpoint; use letters, digits and ._+=@-, as in run/step-100."
+        )
+    if target.is_symlink():
+        raise ArgumentError(
+            f"{str(path)!r} is a link; a checkpoint is a folder of its own. Give the name that it leads to, or remove the link."
         )
     if target.exists() and not target.is_dir():
         raise ArgumentError(f"{str(path)!r} is a file; a checkpoint is a folder.")

@@ -273,9 +273,10 @@ def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def open_source(path: Path) -> Generator[Source]:
-    """The checkpoint in ``path``."""
+    """The checkpoint in ``path``. What of it is open can be read to the end, also if it is removed meanwhile."""
     with folder.opened(path) as opened:
-        manifest = folder.read_manifest(path)
+        manifest = opened.manifest()
+        opened.hold(file.name for file in manifest.files)
         yield Source(opened, manifest)
 
 
@@ -290,7 +291,8 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> in
             progress(checked, total)
 
     with folder.opened(path) as opened:
-        manifest = folder.read_manifest(path)
+        manifest = opened.manifest()
+        opened.hold(file.name for file in manifest.files)
         source = Source(opened, manifest)
         spools = {file.name for file in manifest.files if file.xxh3 is None}
         total = sum(file.nbytes for file in manifest.files if file.name not in spools)
