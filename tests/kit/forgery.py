@@ -175,7 +175,7 @@ def _trees(objects: dict[str, Any], *, with_model: bool) -> list[Any]:
     if not with_model or not isinstance(model, dict):
         return rows
     groups = [group["options"] for group in model.get("groups") or []]
-    return [*rows, *_values(model.get("buffers")), *groups, model.get("scale"), model.get("extra")]
+    return [*rows, *_values(model.get("buffers")), *groups, model.get("extra")]
 
 
 def _values(rows: Any) -> list[Any]:

@@ -147,7 +147,7 @@ class Source:
             known = {kind.removeprefix(STATE) for kind in self.kinds(name) if kind.startswith(STATE)}
             if name not in self.parameters or not isinstance(states, dict) or states.get("$", "dict") != "dict":
                 raise self._corrupted(f"the small states of {name[:100]!r} of rank {table.rank} are none")
-            if (twice := known & set(states)) and "$" not in states:
+            if twice := known & _keys(cast("dict[str, Any]", states)):
                 raise self._corrupted(f"the state {min(twice)[:100]!r} of {name[:100]!r} is there twice")
         if "rng" not in objects:
             raise self._corrupted(f"the table of rank {table.rank} has no 'rng'")
@@ -260,6 +260,15 @@ class Source:
 
     def _corrupted(self, problem: str) -> CheckpointCorrupted:
         return CheckpointCorrupted(problem, str(self.path))
+
+
+def _keys(states: dict[str, Any]) -> set[str]:
+    """The names of states that are encoded (checkpoint/tree.py)."""
+    if "$" not in states:
+        return set(states)
+    pairs: Any = states.get("pairs")
+    rows: list[Any] = pairs if isinstance(pairs, list) else []
+    return {row[0] for row in rows if isinstance(row, list) and row and isinstance(row[0], str)}
 
 
 def _sort(dtype: torch.dtype) -> tuple[bool, bool]:
