@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,9 @@ class MemoryFolder(OpenFolder):
         if len(text) < len(into):
             raise CheckpointCorrupted(f"{name} ends early", str(self.path))
         into[:] = text
+
+    def stored_bytes(self, names: Iterable[str]) -> int:
+        return sum(self.file(name)[1] for name in names)
 
     def close(self) -> None:
         pass

@@ -28,6 +28,7 @@ import xxhash
 
 from lowtide.checkpoint.manifest import COUNT_LIMIT, MANIFEST, MANIFEST_LIMIT, Manifest, parse_manifest, to_text
 from lowtide.errors import CheckpointCorrupted, CheckpointError, CheckpointUnread
+from lowtide.files import stored_bytes
 
 LATEST = "LATEST"
 _NEW, _OLD = ".new-", ".old-"
@@ -380,6 +381,14 @@ class OpenFolder:
         for name in itertools.islice(names, self._most):
             with contextlib.suppress(CheckpointCorrupted):
                 self.file(name)
+
+    def stored_bytes(self, names: Iterable[str]) -> int:
+        """How many bytes of these files are really there."""
+        found = 0
+        for name in names:
+            with contextlib.suppress(CheckpointCorrupted):  # told when it is read, if it is
+                found += stored_bytes(self.file(name)[0])
+        return found
 
     def manifest(self) -> Manifest:
         return parse_manifest(self.read(MANIFEST, MANIFEST_LIMIT), str(self.path))
