@@ -219,9 +219,9 @@ def _is_of(like: Path, path: Path) -> bool:
     """Whether it is a file of the folder; a link of Hugging Face's own cache leads to the blobs beside. Another one would
     make a file public that nobody meant to."""
     if path.is_symlink():
-        cache = like.resolve().parent.parent / "blobs"
-        target = path.resolve()
-        if target.parent != like.resolve() and not (like.resolve().parent.name == "snapshots" and target.parent == cache):
+        home, target = Path(os.path.realpath(like)), Path(os.path.realpath(path))
+        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+        if target.parent not in (home, blobs):
             raise ArgumentError(
                 f"{str(path)!r} is a link out of its folder, and so is not copied. Remove it, or put a copy there."
             )
@@ -230,7 +230,7 @@ def _is_of(like: Path, path: Path) -> bool:
 
 def _copy_small(path: Path, to: Path) -> None:
     try:
-        folder.write_file(to, read_plain(path.resolve(), _BESIDE_LIMIT))
+        folder.write_file(to, read_plain(Path(os.path.realpath(path)), _BESIDE_LIMIT))
     except NotPlain as error:
         raise ArgumentError(f"{str(path)!r} is not a regular file.") from error
 
