@@ -260,6 +260,10 @@ class CheckpointError(Error, RuntimeError):
 
     way_out: ClassVar[str] = ""
 
+    def __post_init__(self) -> None:
+        # it may quote a file, and a terminal may act upon what it says
+        self.problem = "".join(c if c.isprintable() else "?" for c in self.problem)
+
     def fields(self) -> dict[str, str | int]:
         """What makes the same error again."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
@@ -309,3 +313,4 @@ class CheckpointTooNew(CheckpointError):
             f"it has format {self.version}, written by lowtide {self.lowtide}; this lowtide knows formats up to {self.known}. "
             f"Install that version or a newer one"
         )
+        super().__post_init__()

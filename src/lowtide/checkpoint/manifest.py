@@ -215,7 +215,7 @@ def _refuse_other_version(text: bytes, where: str) -> None:
     except (ValidationError, RecursionError):
         return
     if found.format == FORMAT and found.version > VERSION:
-        raise CheckpointTooNew(where, found.version, VERSION, _printable(found.lowtide[:40]))
+        raise CheckpointTooNew(where, found.version, VERSION, found.lowtide[:40])
 
 
 def first_problem(error: Exception) -> str:
@@ -224,9 +224,4 @@ def first_problem(error: Exception) -> str:
         return "nested too deeply"
     first: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
     at = ".".join(str(step)[:60] for step in first["loc"][:6])
-    return _printable(f"{at}: {first['msg'][:120]}" if at else str(first["msg"])[:160])
-
-
-def _printable(text: str) -> str:
-    """Text from a file as a terminal may have it."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return f"{at}: {first['msg'][:120]}" if at else str(first["msg"])[:160]
