@@ -3,6 +3,7 @@ is not; memory follows from what files hold, and not from what they claim."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -304,6 +305,35 @@ def without_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (data + MIB, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     with pytest.raises(MemoryError, match="ulimit"):
         _reserve(256 * MIB, torch.device("cpu"), forked=False)
+
+
+SHORTAGES: dict[str, BaseException] = {
+    "Python": MemoryError(),
+    "torch": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes."),
+    "the kernel": OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+}
+
+
+@pytest.mark.parametrize("who", SHORTAGES)
+@pytest.mark.parametrize("call", ["fill", "stored_bytes"])
+def test_no_memory_is_no_damage(who: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has none: the older checkpoint is not taken for the newest one."""
+    forger = Forger(tmp_path)
+    lowtide.save(tmp_path / "newer", forger.model, forger.optimizer, state={"kept": forger.kept}, extra={"new": True}).wait()
+
+    def fail(*_: object) -> None:
+        raise SHORTAGES[who]
+
+    if who == "the kernel":
+        monkeypatch.setattr(os, "preadv", fail)
+    elif call == "fill":
+        monkeypatch.setattr("lowtide.checkpoint.source.Source.read_into", fail)
+    else:
+        monkeypatch.setattr("lowtide.checkpoint.folder.OpenFolder.stored_bytes", fail)
+    with pytest.raises(CheckpointUnread):
+        lowtide.load(tmp_path, forger.model, forger.optimizer, state={"kept": forger.kept})
+    monkeypatch.undo()
+    assert lowtide.load(tmp_path, forger.model, forger.optimizer, state={"kept": forger.kept}) == {"new": True}
 
 
 def test_a_source_names_what_is_wrong(forger: Forger) -> None:

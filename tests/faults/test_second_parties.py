@@ -115,7 +115,7 @@ def together(folder: Path, party: Party, count: int) -> tuple[int, int, int]:
     try:
         while not all(board[SAVES + 8 * (who + 1)] for who in range(party.savers)) and all(is_alive(c) for c in others):
             time.sleep(0.002)
-        found = [child.wait().result() for child in ranks(folder, party.readers, loads, folder, party, count)]
+        found = [child.wait().result() for child in ranks(folder, party.readers, loads, folder, party, count, seconds=seconds)]
     finally:
         board[ENDED] = 1
     return sum(child.wait().result() for child in others), max(found), cleaner.wait().result() if cleaner is not None else 0

@@ -413,7 +413,8 @@ class OpenFolder:
             try:
                 count = os.preadv(fd, [into[done:]], offset + done)
             except OSError as error:
-                raise CheckpointCorrupted(f"{name}, byte {offset + done}: {error.strerror}", str(self.path)) from error
+                kind = CheckpointUnread if error.errno in _SHORTAGES else CheckpointCorrupted
+                raise kind(f"{name}, byte {offset + done}: {error.strerror}", str(self.path)) from error
             if not count:
                 raise CheckpointCorrupted(f"{name} ends at byte {offset + done}", str(self.path))
             done += count

@@ -45,6 +45,9 @@ Report = Callable[[int, int], None]
 _LOOKS = 100
 """How often the newest checkpoint is looked for, if each was removed by another job before it was read."""
 
+_NO_MEMORY = "allocate memory"
+"""What torch says then; on a CPU it has no class for it."""
+
 _KINDS: dict[str, type[CheckpointError]] = {
     kind.__name__: kind for kind in (CheckpointError, CheckpointCorrupted, CheckpointTooNew, CheckpointUnread, NoCheckpoint)
 }
@@ -206,12 +209,17 @@ def _on_all(engine: Engine, path: Path, work: Callable[[], None]) -> str | None:
 
 @contextmanager
 def _believing_nothing(path: Path) -> Generator[None]:
-    """Values of the wrong kind where the format has others: damage, or somebody's work; not a bug of ours."""
+    """Values of the wrong kind where the format has others: damage, or somebody's work; not a bug of ours. That there is no
+    memory for them says nothing of them."""
     try:
         yield
+    except MemoryError as error:
+        raise CheckpointUnread(f"there is no memory for it: {error!s:.200}", str(path)) from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         if isinstance(error, Error):
             raise
+        if isinstance(error, RuntimeError) and _NO_MEMORY in str(error):
+            raise CheckpointUnread(f"there is no memory for it: {error!s:.200}", str(path)) from error
         raise CheckpointCorrupted(f"a value in it cannot be used: {type(error).__name__}: {error!s:.100}", str(path)) from error
 
 
