@@ -303,7 +303,9 @@ def next_sequence(folder: Path) -> int:
 
 def put_aside(path: Path) -> list[Path]:
     """Checkpoints that were called ``path`` until a moment ago, when a save of the same name began to replace them."""
-    rows = [entry for entry in _entries(path.parent) if entry.name.startswith(f"{_OLD}{path.name}-")]
+    rows: list[Path] = []
+    with contextlib.suppress(CheckpointError):  # one may be allowed to enter a folder, and not to list it
+        rows = [entry for entry in _entries(path.parent) if entry.name.startswith(f"{_OLD}{path.name}-")]
     return [row for row in rows if _LEFT.fullmatch(row.name) and not row.is_symlink() and is_checkpoint(row)]
 
 

@@ -140,7 +140,7 @@ def _candidates(engine: Engine, path: Path) -> tuple[list[_Listed], list[str]]:
 def _look(path: Path) -> tuple[list[_Listed], list[str]]:
     """What to try in ``path``, and what was passed over."""
     for _ in range(_LOOKS):
-        one = next((each for each in (path, *folder.put_aside(path)) if folder.is_checkpoint(each)), None)
+        one = path if folder.is_checkpoint(path) else next(iter(folder.put_aside(path)), None)
         if one is None:
             break
         try:
