@@ -275,6 +275,10 @@ class CheckpointError(Error, RuntimeError):
 
     way_out: ClassVar[str] = ""
 
+    def __post_init__(self) -> None:
+        # it may quote a file, and a terminal may act upon what it says
+        self.problem = "".join(c if c.isprintable() else "?" for c in self.problem)
+
     def fields(self) -> dict[str, str | int]:
         """What makes the same error again."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
@@ -288,6 +292,13 @@ class CheckpointCorrupted(CheckpointError):
     """What is there is not what was written."""
 
     way_out: ClassVar[str] = "Load an older one: lowtide.load of the folder around it passes over this one."
+
+
+@dataclass(eq=False)
+class CheckpointUnread(CheckpointError):
+    """A checkpoint was not looked at, because this process or machine is short of something; it may be whole."""
+
+    way_out: ClassVar[str] = "Raise the limit (`ulimit -n` for open files) or end other programs, and load it again."
 
 
 @dataclass(eq=False)
@@ -317,3 +328,4 @@ class CheckpointTooNew(CheckpointError):
             f"it has format {self.version}, written by lowtide {self.lowtide}; this lowtide knows formats up to {self.known}. "
             f"Install that version or a newer one"
         )
+        super().__post_init__()

@@ -60,3 +60,39 @@ def replace_plain(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+# -- what a file may cost ---------------------------------------------------------------------------------------------
+
+_ALWAYS = 64 << 20
+_TIMES = 4
+_MOST_HOLES = 10_000
+_OF_LIST, _OF_OBJECT, _OF_TEXT, _OF_VALUE = 150, 240, 90, 70
+"""Bytes of memory for each, at most, while JSON becomes objects and they are looked at."""
+
+
+def allowed_bytes(stored: int) -> int:
+    """Memory that files may take that hold ``stored`` bytes: nobody should have to give more for what costs nothing to send."""
+    return _ALWAYS + _TIMES * stored
+
+
+def json_bytes(text: bytes | bytearray) -> int:
+    """What JSON takes in memory at most, once it is parsed: its brackets, texts and commas tell, without parsing it."""
+    rows = ((b"[", _OF_LIST), (b"{", _OF_OBJECT), (b'"', _OF_TEXT // 2), (b",", _OF_VALUE))
+    return 2 * len(text) + sum(text.count(mark) * nbytes for mark, nbytes in rows)
+
+
+def stored_bytes(fd: int) -> int:
+    """How many bytes of a file are really there: holes have a size and are nowhere."""
+    facts = os.fstat(fd)
+    if facts.st_blocks * 512 >= facts.st_size:
+        return facts.st_size
+    found = end = 0
+    for _ in range(_MOST_HOLES):
+        try:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, start, os.SEEK_HOLE)
+        except OSError as error:  # ENXIO: no more data. Otherwise a file system that knows of no holes.
+            return found if error.errno == errno.ENXIO else facts.st_size
+        found += end - start
+    return found

@@ -66,7 +66,14 @@ def _torch(environ: Environment) -> Placement | None:
     restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     run = environ.get("TORCHELASTIC_RUN_ID", "")
     way_out = "start it with torchrun, or set MASTER_ADDR and MASTER_PORT"
-    return found.placed(job=f"{run}-{restarts}" if run else "", way_out=way_out)
+    placement = found.placed(job=f"{run}-{restarts}" if run else "", way_out=way_out)
+    if placement.size > 1 and not placement.job and not placement.master_addr:
+        raise LauncherUnclear(
+            f"RANK={placement.rank} and WORLD_SIZE={placement.size} do not say which job this is: of two that are started side "
+            f"by side, ranks would meet those of the other. Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, another "
+            f"one for each job, or start it with torchrun or `lowtide train --ranks`."
+        )
+    return placement
 
 
 def _horovod(environ: Environment) -> Placement | None:
@@ -93,8 +100,10 @@ def _mpich(environ: Environment) -> Placement | None:
         return None
     names = {"rank": "PMI_RANK", "size": "PMI_SIZE", "local_rank": "MPI_LOCALRANKID", "local_size": "MPI_LOCALNRANKS"}
     way_out = "add: -genv MASTER_ADDR <name of the first host> -genv MASTER_PORT <a free port on it>"
-    job = environ.get("SLURM_JOB_ID", "")
-    return _Found("MPICH's mpiexec", environ, **names).placed(job=job, way_out=way_out, first_host=_first_host(environ))
+    found = _Found("MPICH's mpiexec", environ, **names)
+    # Several mpiexec may run in one allocation: its number says which port to take, and not which job this is.
+    allocation = environ.get("SLURM_JOB_ID", "")
+    return found.placed(job="", way_out=way_out, first_host=_first_host(environ), allocation=allocation)
 
 
 def _slurm(environ: Environment) -> Placement | None:
@@ -146,7 +155,9 @@ class _Found:
         self._local_rank = self._number(local_rank) if local_rank in environ else None
         self._local_size = self._number(local_size) if local_size in environ else None
 
-    def placed(self, *, job: str, way_out: str, first_host: str = "", local_size: int | None = None) -> Placement:
+    def placed(
+        self, *, job: str, way_out: str, first_host: str = "", local_size: int | None = None, allocation: str = ""
+    ) -> Placement:
         """All of it together. Where the ranks meet: as the caller says, on the first host, or, on one host, through a file."""
         local_size = local_size if local_size is not None else self._local_size
         if local_size is None and self.size == 1:
@@ -176,7 +187,7 @@ class _Found:
             local_rank=local_rank,
             local_size=local_size,
             master_addr=addr,
-            master_port=self._number("MASTER_PORT") if port else _port_of(job) if addr else 0,
+            master_port=self._number("MASTER_PORT") if port else _port_of(job or allocation) if addr else 0,
             job=job,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,9 @@ class MemoryFolder(OpenFolder):
             raise CheckpointCorrupted(f"{name} ends early", str(self.path))
         into[:] = text
 
+    def stored_bytes(self, names: Iterable[str]) -> int:
+        return sum(self.file(name)[1] for name in names)
+
     def close(self) -> None:
         pass
 
@@ -164,15 +167,22 @@ def examine(files: dict[str, bytes], shapes: dict[str, tuple[int, ...]]) -> None
         def get(name: str, shape: tuple[int, ...], dtype: torch.dtype, rank: int = table.rank) -> Tensor:
             return source.object(rank, name, shape, dtype)
 
-        for value in _trees(table.objects):
+        for value in _trees(table.objects, with_model=table.rank == 0):
             tree.decode(value, get, "forged")
 
 
-def _trees(objects: dict[str, Any]) -> list[Any]:
-    """What the loader decodes."""
+def _trees(objects: dict[str, Any], *, with_model: bool) -> list[Any]:
+    """What the loader decodes: the model's only of rank 0."""
+    rows = [objects.get("rng"), *(value for key in ("small", "state") for value in _values(objects.get(key)))]
     model = objects.get("model")
-    rows = [objects.get(key) for key in ("rng", "small", "state")]
-    return [*rows, *(model.get(key) for key in ("buffers", "groups", "scale", "extra"))] if isinstance(model, dict) else rows
+    if not with_model or not isinstance(model, dict):
+        return rows
+    groups = [group["options"] for group in model.get("groups") or []]
+    return [*rows, *_values(model.get("buffers")), *groups, model.get("extra")]
+
+
+def _values(rows: Any) -> list[Any]:
+    return list(rows.values()) if isinstance(rows, dict) else [rows]
 
 
 def parse_only(table: bytes, manifest: Manifest) -> Any:

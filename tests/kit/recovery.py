@@ -125,10 +125,10 @@ def _digests(folder: Path, job: Job, rank: int) -> dict[int, str]:
     return out
 
 
-def ranks(folder: Path, world: int, fn: Any, *args: Any) -> list[Any]:
+def ranks(folder: Path, world: int, fn: Any, *args: Any, seconds: float = 60.0) -> list[Any]:
     """``fn(*args, rank)`` in forked processes, joined by gloo if there are several."""
     store = folder / f"store-{os.urandom(6).hex()}"
-    return [start(_as_rank, rank, world, str(store), fn, args) for rank in range(world)]
+    return [start(_as_rank, rank, world, str(store), fn, args, seconds=seconds) for rank in range(world)]
 
 
 def _as_rank(rank: int, world: int, store: str, fn: Any, args: tuple[Any, ...]) -> Any:

@@ -32,6 +32,7 @@ EXAMPLES: dict[type[errors.Error], errors.Error] = {
     errors.CheckpointError: errors.CheckpointError("no room", "run/step-1"),
     errors.CheckpointCorrupted: errors.CheckpointCorrupted("bytes differ", "run/step-1"),
     errors.CheckpointMismatch: errors.CheckpointMismatch("'head' is (3,) here", "run/step-1"),
+    errors.CheckpointUnread: errors.CheckpointUnread("rank-00000.json cannot be opened: Too many open files", "run/step-1"),
     errors.CheckpointTooNew: errors.CheckpointTooNew("run/step-1", 2, 1, "9.0"),
     errors.NoCheckpoint: errors.NoCheckpoint("there is none", "run"),
 }

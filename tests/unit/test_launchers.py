@@ -138,6 +138,8 @@ def test_mpiexec_that_srun_helps_to_start_its_daemons() -> None:
         (HOROVOD | {"HOROVOD_SIZE": "4"}, ["4 ranks on several hosts", "set MASTER_ADDR"]),
         (TORCH, ["4 ranks on several hosts", "MASTER_ADDR and MASTER_PORT"]),
         (TORCH | {"MASTER_ADDR": "node1"}, ["MASTER_ADDR is set, but MASTER_PORT is not"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["which job this is", "MASTER_PORT to a free port, another one for each job"]),
+        (TORCH | {"LOCAL_WORLD_SIZE": "4"}, ["which job this is", "MASTER_ADDR=127.0.0.1"]),
         (TORCH | MASTER | {"MASTER_PORT": "x"}, ["MASTER_PORT is 'x'"]),
         (TORCH | MASTER | {"RANK": "4"}, ["RANK=4 and WORLD_SIZE=4"]),
         (TORCH | MASTER | {"RANK": "-1"}, ["RANK is '-1'"]),

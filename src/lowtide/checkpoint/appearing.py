@@ -51,7 +51,7 @@ class Counter:
 def refuse_taken(target: PathLike) -> Path:
     """The new folder ``target``, or an error that says why it cannot be made."""
     where = refuse_target(target)
-    if os.path.lexists(where) and (where.is_symlink() or any(where.iterdir())):
+    if os.path.lexists(where) and any(where.iterdir()):
         raise ArgumentError(f"{str(target)!r} is there already; give a new folder.")
     return where
 
@@ -60,15 +60,13 @@ def refuse_taken(target: PathLike) -> Path:
 def appearing(target: Path, nbytes: int) -> Generator[Path]:
     """A private folder beside ``target`` that the caller renames to it; if anything fails, nothing is left."""
     try:
-        if not target.parent.exists():
-            folder.make_folder(target.parent)
+        folder.make_around(target)
         free = free_bytes(target.parent)
         if nbytes + _SMALL > free:
             needed = f"{(nbytes + _SMALL) / 2**20:.0f} MiB are needed and {free / 2**20:.0f} MiB are free"
             raise CheckpointError(f"{needed}. Make room, or write to another disk", str(target))
         working = target.parent / folder.new_name(target)
-        folder.make_folder(working)
-        mark = folder.marked_alive(working)
+        mark = folder.make_marked(working)
         try:
             yield working
         except BaseException:

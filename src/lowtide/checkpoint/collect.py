@@ -125,6 +125,9 @@ class _Collecting:
                 self.out.left.append(Left(path, f"it was changed {age:.0f} minutes ago (--now removes it)"))
                 return
             was = _put_aside(self.where).get(path)
+            if was is None and (stranger := folder.stranger_in(path)) is not None:
+                self.out.left.append(Left(path, f"no save has made {stranger!r} there"))
+                return
             if was is None:
                 self._remove(path)
                 self.out.leftovers.append(path)

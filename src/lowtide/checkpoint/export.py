@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from lowtide.checkpoint.payload import SAFETENSORS_DTYPES, Entry, PayloadWriter
 from lowtide.checkpoint.snapshot import TableBuilder
 from lowtide.checkpoint.source import Source, open_source
 from lowtide.errors import ArgumentError, CheckpointCorrupted, Refused
+from lowtide.files import NotPlain, read_plain
 from lowtide.runtime.contents import PARAMETERS
 
 SHARD_BYTES = 5_000_000_000
@@ -212,15 +212,27 @@ def _files_beside(like: Path) -> list[Path]:
     if not (like / "config.json").is_file():
         raise ArgumentError(f"{str(like)!r} is not a Hugging Face folder: it has no config.json.")
     names = sorted(p for p in like.iterdir() if p.name.endswith(_BESIDE) and not p.name.endswith(".index.json"))
-    return [p for p in names if p.is_file() and p.stat().st_size <= _BESIDE_LIMIT]
+    return [p for p in names if _is_of(like, p) and p.stat().st_size <= _BESIDE_LIMIT]
+
+
+def _is_of(like: Path, path: Path) -> bool:
+    """Whether it is a file of the folder; a link of Hugging Face's own cache leads to the blobs beside. Another one would
+    make a file public that nobody meant to."""
+    if path.is_symlink():
+        home, target = Path(os.path.realpath(like)), Path(os.path.realpath(path))
+        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+        if target.parent not in (home, blobs):
+            raise ArgumentError(
+                f"{str(path)!r} is a link out of its folder, and so is not copied. Remove it, or put a copy there."
+            )
+    return path.is_file()
 
 
 def _copy_small(path: Path, to: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ArgumentError(f"{str(path)!r} is not a regular file.")
-        folder.write_file(to, opened.read(_BESIDE_LIMIT))
+    try:
+        folder.write_file(to, read_plain(Path(os.path.realpath(path)), _BESIDE_LIMIT))
+    except NotPlain as error:
+        raise ArgumentError(f"{str(path)!r} is not a regular file.") from error
 
 
 # -- a checkpoint that needs nothing outside itself -------------------------------------------------------------------

@@ -170,6 +170,10 @@ def _refuse_other_forms(saved: Saved, forms: States, shape: tuple[int, ...]) -> 
             )
     for name, value in saved.small.items():
         form = forms.get(name)
+        if name not in forms and _is_large(value, shape) and value.numel() > 1:
+            raise Unusable(
+                f"the state {name[:60]!r} of {saved.name[:100]!r} is {_words(value)}, and it is said to be a small one"
+            )
         if form is None or value is None:
             continue  # an optimizer may put nothing where it puts numbers later; the trial of a step finds what it must have
         if isinstance(form, Tensor):

@@ -60,14 +60,13 @@ def import_hf(folder_or_file: PathLike, target: PathLike, *, progress: Report | 
         files = _write_imported(weights, working, counter)
         folder.sync_folder(working)
         with folder.locked(where.parent):
-            found, _ = folder.checkpoints(where.parent)
             manifest = Manifest(
                 lowtide=__version__,
                 torch=str(torch.__version__),
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 name=where.name,
                 step=0,
-                sequence=max((f.manifest.sequence for f in found), default=0) + 1,
+                sequence=folder.next_sequence(where.parent),
                 world_size=1,
                 stage=0,
                 plan="",

@@ -1,7 +1,8 @@
 """Loading: from the newest checkpoint that verifies into any number of ranks, any stage, units, tiers and budget.
 
 Every rank reads the elements that it answers for, wherever the writer put them, a chunk at a time. A checkpoint that turns out
-to be damaged is passed over, on all ranks together, and the one before it is loaded instead.
+to be damaged is passed over, on all ranks together, and the one before it is loaded instead. One that was removed or replaced
+while it was read is none to pass over: another job saves there, and the newest is looked for again.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,18 @@ from lowtide.checkpoint import folder, objects, rng, tree
 from lowtide.checkpoint.described import Group
 from lowtide.checkpoint.fitting import Fitting, Saved, Unfit, Unusable
 from lowtide.checkpoint.source import Source, open_source
-from lowtide.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch, CheckpointTooNew, Error, NoCheckpoint
+from lowtide.errors import (
+    CheckpointCorrupted,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointTooNew,
+    CheckpointUnread,
+    Error,
+    NoCheckpoint,
+)
 from lowtide.runtime.contents import PARAMETERS, STATE, Contents
 from lowtide.runtime.engine import Engine
+from lowtide.runtime.exchange import Outcome
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.shelf import Access
 
@@ -32,8 +42,14 @@ _log = logging.getLogger("lowtide")
 
 Report = Callable[[int, int], None]
 
+_LOOKS = 100
+"""How often the newest checkpoint is looked for, if each was removed by another job before it was read."""
+
+_NO_MEMORY = "allocate memory"
+"""What torch says then; on a CPU it has no class for it."""
+
 _KINDS: dict[str, type[CheckpointError]] = {
-    kind.__name__: kind for kind in (CheckpointError, CheckpointCorrupted, CheckpointTooNew, NoCheckpoint)
+    kind.__name__: kind for kind in (CheckpointError, CheckpointCorrupted, CheckpointTooNew, CheckpointUnread, NoCheckpoint)
 }
 """What rank 0 may find, by name: other ranks raise the same."""
 
@@ -60,48 +76,78 @@ class Wish:
     progress: Report | None
 
 
+class _Listed(NamedTuple):
+    """A checkpoint to try, relative to the folder that was asked for, and the digest that its manifest had."""
+
+    name: str
+    digest: str
+
+
 def load(engine: Engine, optimizer: Optimizer | None, wish: Wish) -> Loaded:
     """Every rank calls this."""
     candidates, passed_over = _candidates(engine, wish.path)
     engine.before_load()
-    for path in candidates:
-        problem, extra = _try(engine, optimizer, wish, path)
-        if problem is None:
-            step, world_size = _facts_of(path)
-            return Loaded(path, step, extra, world_size, tuple(passed_over))
-        passed_over.append(problem)
+    for _ in range(_LOOKS):
+        loaded = _first(engine, optimizer, wish, candidates, passed_over)
+        if loaded is not None:
+            return loaded
+        candidates, passed_over = _candidates(engine, wish.path)
+    raise NoCheckpoint("every one that was there was removed while it was read", str(wish.path))
+
+
+def _first(
+    engine: Engine, optimizer: Optimizer | None, wish: Wish, candidates: list[_Listed], passed_over: list[str]
+) -> Loaded | None:
+    """The first one that can be loaded; None if one is not there any more, so that the list is old."""
+    for listed in candidates:
+        loaded = _try(engine, optimizer, wish, listed, passed_over)
+        if isinstance(loaded, Loaded):
+            return loaded
+        if _has_changed(engine, wish.path, listed):
+            return None
+        passed_over.append(loaded)
         if engine.group.rank == 0:
-            _log.warning("passed over: %s", problem)
-    listed = "; ".join(passed_over)
-    engine.poisoned_by = "loading a checkpoint failed half-way"
-    raise NoCheckpoint(f"none of the checkpoints there can be loaded: {listed}", str(wish.path))
+            _log.warning("passed over: %s", loaded)
+    raise NoCheckpoint(f"none of the checkpoints there can be loaded: {'; '.join(passed_over)}", str(wish.path))
 
 
-def _facts_of(path: Path) -> tuple[int, int]:
-    manifest = folder.read_manifest(path)
-    return manifest.step, manifest.world_size
+def _has_changed(engine: Engine, path: Path, listed: _Listed) -> bool:
+    """Whether a checkpoint was removed or replaced since it was listed; rank 0 looks."""
+    changed = False
+    if engine.group.rank == 0:
+        try:
+            changed = folder.read_manifest(path / listed.name).digest != listed.digest
+        except CheckpointError:
+            changed = not folder.is_checkpoint(path / listed.name)
+    return bool(engine.exchange.numbers("whether a checkpoint is still there", int(changed))[0])
 
 
-def _candidates(engine: Engine, path: Path) -> tuple[list[Path], list[str]]:
+def _candidates(engine: Engine, path: Path) -> tuple[list[_Listed], list[str]]:
     """Which checkpoints to try, the same on all ranks: rank 0 has looked."""
     said = ""
     if engine.group.rank == 0:
         try:
-            names, passed_over = _look(path)
-            said = json.dumps({"names": names, "passed_over": passed_over})
+            listed, passed_over = _look(path)
+            said = json.dumps({"listed": listed, "passed_over": passed_over})
         except CheckpointError as error:
             said = json.dumps({"kind": type(error).__name__, "fields": error.fields()})
     answer = json.loads(engine.exchange.texts("checkpoints", said)[0])
     if "kind" in answer:
         raise _KINDS[answer["kind"]](**answer["fields"])
-    return [path / name for name in answer["names"]], answer["passed_over"]
+    return [_Listed(*row) for row in answer["listed"]], answer["passed_over"]
 
 
-def _look(path: Path) -> tuple[list[str], list[str]]:
-    """The names to try in ``path``, and what was passed over."""
-    if folder.is_checkpoint(path):
-        folder.read_manifest(path)
-        return ["."], []
+def _look(path: Path) -> tuple[list[_Listed], list[str]]:
+    """What to try in ``path``, and what was passed over."""
+    for _ in range(_LOOKS):
+        one = path if folder.is_checkpoint(path) else next(iter(folder.put_aside(path)), None)
+        if one is None:
+            break
+        try:
+            return [_Listed("." if one == path else f"../{one.name}", folder.read_manifest(one).digest)], []
+        except CheckpointError:
+            if folder.is_checkpoint(one):
+                raise
     found, refused = folder.checkpoints(path)
     reasons = [f"{where.name}: {error.problem}" for where, error in refused]
     for reason, (_, error) in zip(reasons, refused, strict=True):
@@ -111,46 +157,69 @@ def _look(path: Path) -> tuple[list[str], list[str]]:
     if not found:
         problem = f"nothing there can be used: {'; '.join(reasons)}" if reasons else "there is no checkpoint"
         raise NoCheckpoint(problem, str(path))
-    return [f.path.name for f in found], reasons
+    return [_Listed(f.path.name, f.manifest.digest) for f in found], reasons
 
 
-def _try(engine: Engine, optimizer: Optimizer | None, wish: Wish, path: Path) -> tuple[str | None, dict[str, Any]]:
+def _try(engine: Engine, optimizer: Optimizer | None, wish: Wish, listed: _Listed, passed_over: list[str]) -> Loaded | str:
     """Load one; what is wrong with it if it is damaged, on any rank."""
+    path = wish.path / listed.name
+    with ExitStack() as stack:
+        opened: list[_Loading] = []
+
+        def open_it() -> None:
+            source = stack.enter_context(open_source(path))
+            if source.manifest.digest != listed.digest:  # else ranks could load several that were there one after another
+                raise CheckpointError("it is another one than rank 0 has found", str(path))
+            opened.append(_Loading(engine, optimizer, wish, source))
+            opened[0].compare()
+
+        def read_it() -> None:
+            engine.poisoned_by = "loading a checkpoint failed half-way"
+            opened[0].run()
+
+        problem = _on_all(engine, path, open_it) or _on_all(engine, path, read_it)
+        if problem is not None:
+            return problem
+        (loading,) = opened
+        return Loaded(path, loading.step, loading.finish(), loading.world_size, tuple(passed_over))
+
+
+def _on_all(engine: Engine, path: Path, work: Callable[[], None]) -> str | None:
+    """Do ``work`` on every rank; what went wrong on one. No rank goes on before all have done it."""
     failure: CheckpointError | None = None
-    extra: dict[str, Any] = {}
     try:
-        with open_source(path) as source:
-            with _believing_nothing(path):
-                loading = _Loading(engine, optimizer, wish, source)
-                loading.compare()
-                loading.run()
-                state, random, extra = loading.objects()
-                if random is not None:
-                    rng.restore(random)
-            for name, value in state.items():
-                wish.state[name].load_state_dict(value)
+        with _believing_nothing(path):
+            work()
     except CheckpointError as error:
         failure = error
-    kind = type(failure).__name__ if failure is not None else ""
-    told = engine.exchange.texts(f"loading {path.name}", f"{kind}\0{failure.problem}" if failure is not None else "")
-    first = next(((rank, text) for rank, text in enumerate(told) if text), None)
+    told = engine.exchange.outcomes(
+        f"loading {path.name}",
+        Outcome() if failure is None else Outcome(f"{type(failure).__name__}\0{failure.problem}", failed=True),
+    )
+    first = next(((rank, each.text) for rank, each in enumerate(told) if each.failed), None)
     if first is None:
-        return None, extra
+        return None
     kind, _, problem = first[1].partition("\0")
-    if kind == CheckpointMismatch.__name__:  # an older one would not fit either
-        raise failure if isinstance(failure, CheckpointMismatch) else CheckpointMismatch(problem, str(path))
+    for final in (CheckpointMismatch, CheckpointUnread):  # an older one would not fit either, or is not better to read
+        if kind == final.__name__:
+            raise failure if isinstance(failure, final) else final(problem, str(path))
     where = f" (rank {first[0]})" if engine.group.size > 1 else ""
-    return f"{path.name}{where}: {problem}", {}
+    return f"{path.name}{where}: {problem}"
 
 
 @contextmanager
 def _believing_nothing(path: Path) -> Generator[None]:
-    """Values of the wrong kind where the format has others: damage, or somebody's work; not a bug of ours."""
+    """Values of the wrong kind where the format has others: damage, or somebody's work; not a bug of ours. That there is no
+    memory for them says nothing of them."""
     try:
         yield
+    except MemoryError as error:
+        raise CheckpointUnread(f"there is no memory for it: {error!s:.200}", str(path)) from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         if isinstance(error, Error):
             raise
+        if isinstance(error, RuntimeError) and _NO_MEMORY in str(error):
+            raise CheckpointUnread(f"there is no memory for it: {error!s:.200}", str(path)) from error
         raise CheckpointCorrupted(f"a value in it cannot be used: {type(error).__name__}: {error!s:.100}", str(path)) from error
 
 
@@ -164,6 +233,10 @@ class _Loading:
         self._names = self._matched()
         self._options: list[dict[str, Any]] | None = None
         self._states: dict[nn.Parameter, Saved] = {}
+        self.step, self.world_size = source.manifest.step, source.manifest.world_size
+        self._state: dict[str, Any] = {}
+        self._random: dict[str, Any] | None = None
+        self._extra: dict[str, Any] = {}
         self._done = 0
         self._total = sum(u.layout.shard_bytes(engine.group.shard.rank) for u in engine.units)
 
@@ -207,8 +280,21 @@ class _Loading:
             lacking = sorted(set(self._wish.state) - set(self._saved_state()))
             if lacking:
                 raise self._mismatch(f"it has no state {lacking[0]!r}")
+        for name, buffer in objects.persistent_buffers(self._engine.model).items():
+            shape = self._shape_of_buffer(name)
+            if shape is None and self._wish.strict:
+                raise self._mismatch(f"the checkpoint lacks the buffer {name!r}")
+            if shape is not None and shape != tuple(buffer.shape):
+                raise self._mismatch(f"the buffer {name!r} is {tuple(buffer.shape)} here and {shape} in the checkpoint")
         if self._optimizer is not None and self._model.groups is not None:
             self._compare_states(self._optimizer, self._model.groups)
+
+    def _shape_of_buffer(self, name: str) -> tuple[int, ...] | None:
+        row: Any = self._model.buffers.get(name)
+        if row is not None:
+            return tuple(row.get("shape", ()))  # a scalar has none
+        facts = self._source.parameters.get(name)
+        return None if facts is None else facts.shape
 
     def _compare_states(self, optimizer: Optimizer, groups: list[Group]) -> None:
         """What the optimizer will get, or an error that says why it cannot go on from there."""
@@ -260,9 +346,19 @@ class _Loading:
                 for number in range(len(unit.chunks)):
                     self._load_chunk(unit, kind, number)
         self._load_buffers()
+        self._state, self._random, self._extra = self._objects()
+
+    def finish(self) -> dict[str, Any]:
+        """All ranks have read it: it is the model now. Returns ``extra``."""
+        engine = self._engine
         engine.scale.restore(self._model.scale.model_dump())
-        engine.steps_taken = self._source.manifest.step
+        engine.steps_taken = self.step
         engine.after_load()
+        if self._random is not None:
+            rng.restore(self._random)
+        for name, value in self._state.items():
+            self._wish.state[name].load_state_dict(value)
+        return self._extra
 
     def _kinds(self, unit: Unit) -> list[str]:
         """What is loaded: without saved states, those that are here stay as they are."""
@@ -323,17 +419,10 @@ class _Loading:
             if value is None and name in self._source.parameters:  # imported weights do not tell the two apart
                 value = torch.empty(self._source.parameters[name].shape, dtype=self._source.parameters[name].dtype)
                 self._source.read_into(PARAMETERS, name, 0, value.numel(), value.view(-1))
-            if value is None:
-                if self._wish.strict:
-                    raise self._mismatch(f"the checkpoint lacks the buffer {name!r}")
-                continue
-            if value.shape != buffer.shape:
-                raise self._mismatch(
-                    f"the buffer {name!r} is {tuple(buffer.shape)} here and {tuple(value.shape)} in the checkpoint"
-                )
-            buffer.detach().copy_(value)
+            if value is not None:
+                buffer.detach().copy_(value)
 
-    def objects(self) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
+    def _objects(self) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
         """For the caller's objects, for the random number generators (this rank's, if it was there), and ``extra``."""
         rank = self._engine.group.rank
         same = rank < self._source.manifest.world_size

@@ -16,6 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from lowtide.errors import CheckpointCorrupted, CheckpointTooNew
+from lowtide.files import allowed_bytes, json_bytes
 
 FORMAT = "lowtide checkpoint"
 VERSION = 1
@@ -45,7 +46,8 @@ _FILE_NAME = r"^[a-z0-9][a-z0-9.-]{0,99}$"
 _KIND = r"^(parameters|masters|object|optimizer\.(?s:.+))$"
 _TAIL = re.compile(rb'"digest":"([0-9a-f]{32})"}\n\Z')
 
-Count = Annotated[int, Field(ge=0, lt=2**62)]
+COUNT_LIMIT = 2**62
+Count = Annotated[int, Field(ge=0, lt=COUNT_LIMIT)]
 Hash64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
@@ -154,6 +156,7 @@ def parse_manifest(text: bytes, where: str) -> Manifest:
     head = text[: len(text) - 64 + end.start()] if end is not None and len(text) >= 64 else b""
     if end is None or xxhash.xxh3_128_hexdigest(head).encode() != end[1]:
         raise CheckpointCorrupted("its manifest is not what was written: the checksum at its end differs", where)
+    _refuse_costly("its manifest", text, len(text), where)
     try:
         manifest = Manifest.model_validate_json(text)
     except (ValidationError, RecursionError) as error:
@@ -166,8 +169,16 @@ def parse_manifest(text: bytes, where: str) -> Manifest:
     return manifest
 
 
-def parse_table(text: bytes, manifest: Manifest, rank: int, where: str) -> Table:
-    """The table of one rank, with every number in it checked against the files and the others."""
+def _refuse_costly(what: str, text: bytes, stored: int, where: str) -> None:
+    if (needed := json_bytes(text)) > (allowed := allowed_bytes(stored)):
+        mebibytes = f"{needed / 2**20:.0f} MiB of memory, and {allowed / 2**20:.0f} MiB are allowed for files of its size"
+        raise CheckpointCorrupted(f"{what} would take {mebibytes}", where)
+
+
+def parse_table(text: bytes, manifest: Manifest, rank: int, where: str, stored: int = 0) -> Table:
+    """The table of one rank, with every number in it checked against the files and the others. ``stored``: bytes that the
+    files of the checkpoint hold; a table may take memory in proportion."""
+    _refuse_costly(f"the table of rank {rank}", text, max(stored, len(text)), where)
     try:
         table = Table.model_validate_json(text)
     except (ValidationError, RecursionError) as error:

@@ -25,12 +25,13 @@ import xxhash
 from pydantic import JsonValue
 from torch.optim import Optimizer
 
-from lowtide.checkpoint import folder, objects
-from lowtide.checkpoint.manifest import File, Manifest, table_name
+from lowtide.checkpoint import folder, objects, tree
+from lowtide.checkpoint.manifest import COUNT_LIMIT, File, Manifest, table_name
 from lowtide.checkpoint.snapshot import Section, Snapshot, TableBuilder, free_bytes
 from lowtide.checkpoint.worker import Worker
 from lowtide.comm.processes import this_host
 from lowtide.errors import ArgumentError, CheckpointError, DiskFull, Error
+from lowtide.files import allowed_bytes, json_bytes
 from lowtide.runtime.contents import Contents
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.exchange import Exchange, Outcome, said_by
@@ -192,6 +193,8 @@ class _Job:
         if self._engine.store is not None:
             self._engine.store.drain()
         _release_removed(self._saves)
+        for name in self._engine.name_of.values():
+            tree.text(name, "the model")
         self._objects = objects.of_rank(self._engine, self._optimizer, self._contents, self._wish.state, self._snapshot.put)
         if self._rank == 0:
             self._objects["model"] = objects.of_model(
@@ -265,8 +268,7 @@ class _Job:
 
     def _make_folder(self) -> str:
         self._working = self._wish.target.parent / folder.new_name(self._wish.target)
-        folder.make_folder(self._working)
-        self._alive = folder.marked_alive(self._working)
+        self._alive = folder.make_marked(self._working)
         return self._working.name
 
     def _choose(self) -> None:
@@ -362,6 +364,13 @@ class _Job:
             self._pin.release()
             self._pin = None
         text = self._builder.table(self._objects).model_dump_json().encode()
+        stored = len(text) + sum(file.nbytes for file in self._builder.files.values() if file is not None)
+        if json_bytes(text) > allowed_bytes(stored):  # no reader would take it
+            raise CheckpointError(
+                "it has so many tensors with so few numbers that its table would take more memory than readers allow. "
+                "Put small tensors into one, or leave values out of state= and extra=",
+                str(self._wish.target),
+            )
         name = table_name(self._rank)
         table = File(name=name, nbytes=len(text), xxh3=folder.write_file(self._working / name, text))
         folder.sync_folder(self._working)
@@ -425,14 +434,13 @@ class _Job:
         files = [File(**row) for text in everybody for row in json.loads(text)]
         parent = self._wish.target.parent
         with folder.locked(parent):
-            found, _ = folder.checkpoints(parent)
             manifest = Manifest(
                 lowtide=__version__,
                 torch=str(torch.__version__),
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 name=self._wish.target.name,
-                step=self._wish.step,
-                sequence=max((f.manifest.sequence for f in found), default=0) + 1,
+                step=min(self._wish.step, COUNT_LIMIT - 1),
+                sequence=folder.next_sequence(parent),
                 world_size=self._engine.group.size,
                 stage=self._engine.config.stage.number,
                 plan=xxhash.xxh3_128_hexdigest(repr(self._engine.placer.placement).encode()),
@@ -477,6 +485,10 @@ def refuse_target(path: str | os.PathLike[str]) -> Path:
     if not folder.is_name(target.name):
         raise ArgumentError(
             f"{str(path)!r} cannot be the name of a checkpoint; use letters, digits and ._+=@-, as in run/step-100."
+        )
+    if target.is_symlink():
+        raise ArgumentError(
+            f"{str(path)!r} is a link; a checkpoint is a folder of its own. Give the name that it leads to, or remove the link."
         )
     if target.exists() and not target.is_dir():
         raise ArgumentError(f"{str(path)!r} is a file; a checkpoint is a folder.")

@@ -27,10 +27,12 @@ from lowtide.checkpoint import folder, rng, tree
 from lowtide.checkpoint.described import ParamFacts, describe
 from lowtide.checkpoint.manifest import DTYPES, OBJECT, TABLE_LIMIT, Manifest, Table, parse_table, table_name
 from lowtide.errors import CheckpointCorrupted
+from lowtide.files import allowed_bytes
 from lowtide.runtime.contents import PARAMETERS, STATE
 from lowtide.runtime.stream import MASTERS
 
 _KEPT_BLOCKS = 2
+_KEPT_BYTES = 64 << 20
 
 
 class _Where(NamedTuple):
@@ -49,8 +51,9 @@ class Source:
     def __init__(self, opened: folder.OpenFolder, manifest: Manifest) -> None:
         self._folder, self.manifest = opened, manifest
         self.path = opened.path
-        self.tables: list[Table] = [self._read_table(rank) for rank in range(manifest.world_size)]
-        self._file_bytes = sum(file.nbytes for file in manifest.files)
+        stored = opened.stored_bytes(file.name for file in manifest.files)
+        self.tables: list[Table] = [self._read_table(rank, stored) for rank in range(manifest.world_size)]
+        self._refuse_holes(stored)
         self.model, self.parameters = describe(self.tables[0].objects, str(self.path))
         self._index: dict[tuple[str, str], list[_Where]] = defaultdict(list)
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}
@@ -74,12 +77,12 @@ class Source:
                 raise self._corrupted(f"of {name[:100]!r} it has large states of the optimizer, and not the small ones")
         self._kept: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
 
-    def _read_table(self, rank: int) -> Table:
+    def _read_table(self, rank: int, stored: int) -> Table:
         file = self.manifest.file(table_name(rank))
         text = self._folder.read(file.name, min(TABLE_LIMIT, file.nbytes))
         if len(text) != file.nbytes or xxhash.xxh3_64_hexdigest(text) != file.xxh3:
             raise self._corrupted(f"{file.name} is not what was written")
-        return parse_table(text, self.manifest, rank, str(self.path))
+        return parse_table(text, self.manifest, rank, str(self.path), stored)
 
     def _add(self, number: int, table: Table) -> None:
         for at, block in enumerate(table.blocks):
@@ -94,6 +97,12 @@ class Source:
                     self._index[key].append(_Where(part.lo, part.hi, number, at, part.at))
 
     # -- what is wrong with it, as far as that can be known without reading a block ------------------------------------
+
+    def _refuse_holes(self, stored: int) -> None:
+        """What is read takes memory, whether it is written or a hole in a file."""
+        listed = sum(block.nbytes for table in self.tables for block in table.blocks)
+        if listed > allowed_bytes(stored):
+            raise self._corrupted(f"it lists {listed} bytes, and its files hold {stored}: the rest are holes")
 
     def _refuse_blocks_in_two(self) -> None:
         """No byte of a file belongs to two blocks: reading all of them reads no file more than once."""
@@ -147,7 +156,7 @@ class Source:
             known = {kind.removeprefix(STATE) for kind in self.kinds(name) if kind.startswith(STATE)}
             if name not in self.parameters or not isinstance(states, dict) or states.get("$", "dict") != "dict":
                 raise self._corrupted(f"the small states of {name[:100]!r} of rank {table.rank} are none")
-            if (twice := known & set(states)) and "$" not in states:
+            if twice := known & _keys(cast("dict[str, Any]", states)):
                 raise self._corrupted(f"the state {min(twice)[:100]!r} of {name[:100]!r} is there twice")
         if "rng" not in objects:
             raise self._corrupted(f"the table of rank {table.rank} has no 'rng'")
@@ -237,7 +246,8 @@ class Source:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        while len(self._kept) >= _KEPT_BLOCKS:
+        room = _KEPT_BYTES - self.tables[table].blocks[number].nbytes
+        while self._kept and (len(self._kept) >= _KEPT_BLOCKS or sum(kept.nbytes for kept in self._kept.values()) > room):
             self._kept.popitem(last=False)
         memory = self.read_block(table, number)
         self._kept[key] = memory
@@ -262,6 +272,15 @@ class Source:
         return CheckpointCorrupted(problem, str(self.path))
 
 
+def _keys(states: dict[str, Any]) -> set[str]:
+    """The names of states that are encoded (checkpoint/tree.py)."""
+    if "$" not in states:
+        return set(states)
+    pairs: Any = states.get("pairs")
+    rows: list[Any] = pairs if isinstance(pairs, list) else []
+    return {row[0] for row in rows if isinstance(row, list) and row and isinstance(row[0], str)}
+
+
 def _sort(dtype: torch.dtype) -> tuple[bool, bool]:
     return dtype.is_complex, dtype.is_floating_point
 
@@ -273,9 +292,10 @@ def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def open_source(path: Path) -> Generator[Source]:
-    """The checkpoint in ``path``."""
+    """The checkpoint in ``path``. What of it is open can be read to the end, also if it is removed meanwhile."""
     with folder.opened(path) as opened:
-        manifest = folder.read_manifest(path)
+        manifest = opened.manifest()
+        opened.hold(file.name for file in manifest.files)
         yield Source(opened, manifest)
 
 
@@ -290,7 +310,8 @@ def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> in
             progress(checked, total)
 
     with folder.opened(path) as opened:
-        manifest = folder.read_manifest(path)
+        manifest = opened.manifest()
+        opened.hold(file.name for file in manifest.files)
         source = Source(opened, manifest)
         spools = {file.name for file in manifest.files if file.xxh3 is None}
         total = sum(file.nbytes for file in manifest.files if file.name not in spools)

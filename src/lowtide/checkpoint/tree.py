@@ -39,8 +39,10 @@ def encode(value: Any, path: str, put: Put, *, depth: int = 0) -> JsonValue:
     """``value`` as JSON; ``path`` names it in errors and names the tensors in it."""
     if depth > _DEEPEST:
         raise ArgumentError(f"{path}: nested more than {_DEEPEST} levels deep")
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return text(value, path)
     if isinstance(value, int):
         return int(value) if abs(value) < 2**63 else {"$": "int", "text": str(int(value))}
     if isinstance(value, float):
@@ -59,9 +61,21 @@ def encode(value: Any, path: str, put: Put, *, depth: int = 0) -> JsonValue:
     )
 
 
+def text(value: str, path: str) -> str:
+    """``value``, if it is one that a file can hold."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"{path!a} has {value[:100]!a}, which is no text: a half of a character stands alone in it. Rename it; a "
+            f"file's name goes through os.fsencode()."
+        ) from error
+    return value
+
+
 def _encode_mapping(value: Mapping[Any, Any], path: str, put: Put, depth: int) -> JsonValue:
     if all(isinstance(key, str) for key in value) and "$" not in value:
-        return {key: encode(v, f"{path}.{key}", put, depth=depth + 1) for key, v in value.items()}
+        return {text(key, path): encode(v, f"{path}.{key}", put, depth=depth + 1) for key, v in value.items()}
     odd = next((k for k in value if not isinstance(k, str | int | float | bool | tuple | None)), None)
     if odd is not None:
         raise ArgumentError(f"{path} has a key of type {type(odd).__name__}; keys are text, numbers or tuples of them.")

@@ -22,7 +22,7 @@ Facts = Sequence[tuple[str, str]]
 
 def agree(channel: Channel, facts: Facts) -> None:
     """Collective: raise ``Mismatch`` on every rank unless all have the same (what, value) pairs in the same order."""
-    text = json.dumps([list(fact) for fact in facts], ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps([list(fact) for fact in facts], separators=(",", ":")).encode()
     note = _DIGEST.pack(xxhash.xxh3_64_intdigest(text), len(text))
 
     def compare(wire: Wire, notes: list[bytes]) -> str | None:

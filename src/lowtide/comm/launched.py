@@ -3,9 +3,11 @@
 Where the launcher, or the caller, names a master, rank 0 listens there, on that address alone. On one host nobody needs a port:
 the ranks meet through a file in a private folder.
 
-[Note: meeting in a folder] The folder's name comes from what all ranks of the job know: the launcher's own name for the job, or
-the process that has started them. A job before this one may have had the same name and may have been killed, so what lies in
-the folder is believed only if the process that wrote it is alive: rank 0 puts a new store there and says so last.
+[Note: meeting in a folder] The folder's name comes from what all ranks of the job know and no other job has: the launcher's own
+name for the job, and the launcher's process that has started them. The parent alone is none: a shell may have started two jobs.
+A job before this one may have had the same name and may have been killed, so what lies in the folder is believed only if the
+process that wrote it is alive: rank 0 puts a new store there and says so last. If that process is alive, and another one, there
+are two jobs where there should be one. So there are if two processes are the same rank: every rank marks its place.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def join_if_launched(environ: MutableMapping[str, str]) -> bool:
 def initialise(placement: Placement, environ: MutableMapping[str, str], *, timeout: timedelta = _TIMEOUT) -> None:
     """Collective over all ranks of ``placement``: make torch's default group, whose sockets are open to the others only."""
     store = _store_of(placement, environ, timeout)
+    _refuse_second(store, placement)
     if not environ.get(VARIABLE):
         chosen = LOOPBACK
         if not placement.one_host:
@@ -92,6 +95,18 @@ def _store_of(placement: Placement, environ: MutableMapping[str, str], timeout: 
     if placement.master_addr:
         return _listening_store(placement, timeout)
     return _meet_in_folder(placement, timeout)
+
+
+def _refuse_second(store: Any, placement: Placement) -> None:
+    """Raise if another process is this rank already."""
+    me = psutil.Process()
+    mine = f"{socket.gethostname()} {me.pid} {me.create_time():.0f}"
+    found = store.compare_set(f"lowtide/rank/{placement.rank}", "", mine).decode()
+    if found != mine:
+        raise LauncherUnclear(
+            f"rank {placement.rank} of {placement.size} is there already (host, process and start: {found}): two jobs meet in "
+            f"one place. Give each of them a MASTER_PORT of its own."
+        )
 
 
 # -- at an address ----------------------------------------------------------------------------------------------------
@@ -157,7 +172,13 @@ def _meet_in_folder(placement: Placement, timeout: timedelta) -> Any:
 
 def _private_folder(placement: Placement) -> Path:
     base = Path(tempfile.gettempdir(), f"lowtide-{os.geteuid()}")
-    name = hashlib.sha256(f"{placement.launcher} {placement.job or _who_started_us()}".encode()).hexdigest()[:16]
+    daemon = _launcher_process()
+    if not daemon and not placement.job:
+        raise LauncherUnclear(
+            f"{placement.launcher} gives its ranks no name for their job, and none of its processes is seen from here; set "
+            f"MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, another one for each job."
+        )
+    name = hashlib.sha256(f"{placement.launcher} {placement.job} {daemon}".encode()).hexdigest()[:16]
     for folder in (base, base / f"ranks-{name}"):
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -170,6 +191,12 @@ def _private_folder(placement: Placement) -> Path:
 
 
 def _announce(folder: Path, size: int) -> Path:
+    said = _current(folder)
+    if said is not None and said["process"] != os.getpid():
+        raise LauncherUnclear(
+            f"process {said['process']} is rank 0 of a job of the same name; set MASTER_ADDR=127.0.0.1 and, for each job, a "
+            f"MASTER_PORT of its own."
+        )
     for old in folder.iterdir():
         old.unlink(missing_ok=True)  # of a job with our name, which is over
     path = folder / f"store-{secrets.token_hex(8)}"
@@ -190,17 +217,27 @@ def _withdraw(folder: Path, process: int) -> None:
 
 def _announced(folder: Path, size: int) -> Path | None:
     """The store that rank 0 of this job has made, once it has."""
+    said = _current(folder)
+    return folder / Path(said["store"]).name if said is not None and said["size"] == size else None
+
+
+def _current(folder: Path) -> dict[str, Any] | None:
+    """What a rank 0 that is alive says of its store."""
     try:
         said = cast("dict[str, Any]", json.loads((folder / _CURRENT).read_text()))
         # Two processes may see a third one's start a moment apart, as the clock is corrected.
         same = abs(psutil.Process(said["process"]).create_time() - said["started"]) < _CLOCK_SECONDS
-    except (OSError, ValueError, KeyError, psutil.Error):
+        return said if same and isinstance(said["store"], str) and isinstance(said["size"], int) else None
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
         return None
-    return folder / Path(said["store"]).name if same and said["size"] == size else None
 
 
-def _who_started_us() -> str:
-    """The process that has started all ranks: the nearest that is a launcher, or else the parent."""
-    above = psutil.Process().parents()
-    who = next((process for process in above if process.name() in _DAEMONS), above[0] if above else psutil.Process())
-    return str(who.pid)
+def _launcher_process() -> str:
+    """The nearest process above us that is a launcher's: where, and when it began; empty if there is none."""
+    for process in psutil.Process().parents():
+        with contextlib.suppress(OSError, IndexError, psutil.Error):
+            if process.name() in _DAEMONS:
+                fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                # clock ticks since the machine began, which every process reads alike; containers count processes anew
+                return f"{os.readlink('/proc/self/ns/pid')} {process.pid} {fields[19]}"
+    return ""

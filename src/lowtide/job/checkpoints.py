@@ -220,6 +220,8 @@ def _source(options: Options, own: Path | None) -> Path | None:
 def _remove_unfinished(folder: Path) -> None:
     """What saves that never ended have left. The run is locked, so nobody writes there now."""
     for left in folders.leftovers(folder):
+        if folders.stranger_in(left) is not None:
+            continue  # it is called as if a save had left it, and is somebody's
         if left.is_dir():
             folders.remove(left)
         else:

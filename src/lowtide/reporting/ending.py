@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from lowtide.files import open_plain
 from lowtide.reporting.extras import stopped_by
 from lowtide.reporting.format import MAX_LINE_BYTES, BadLine, EndLine, decode
 from lowtide.reporting.timeline import Process, Timeline, now_path
@@ -71,7 +72,7 @@ def is_alive(process: Process) -> bool:
 
 def fell_silent(timeline: Path) -> bool:
     """Whether the last process that wrote this file left no last word. Only the end of the file is read."""
-    with contextlib.suppress(OSError), open(timeline, "rb") as file:
+    with contextlib.suppress(OSError), open(open_plain(timeline), "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
         lines = [line for line in file.read().split(b"\n") if line.strip()]
         with contextlib.suppress(BadLine):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lowtide.errors import Error
-from lowtide.files import open_plain, read_plain
+from lowtide.files import allowed_bytes, json_bytes, open_plain, read_plain
 from lowtide.planning.plan import Plan
 
 EVENTS = "events.jsonl"
@@ -115,6 +115,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             if not line or read > _MAX_BYTES:
                 return
             with contextlib.suppress(ValueError, RecursionError):
+                if json_bytes(line) > allowed_bytes(len(line)):
+                    continue
                 entry = json.loads(line)
                 if isinstance(entry, dict):
                     yield cast("dict[str, Any]", entry)
@@ -122,7 +124,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _json_table(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_plain(path, _MAX_BYTES))
+        text = read_plain(path, _MAX_BYTES)
+        found = json.loads(text) if json_bytes(text) <= allowed_bytes(len(text)) else None
         if isinstance(found, dict):
             return cast("dict[str, Any]", found)
     return {}
@@ -130,7 +133,8 @@ def _json_table(path: Path) -> dict[str, Any]:
 
 def _plan(path: Path) -> Plan | None:
     with contextlib.suppress(OSError, Error, UnicodeDecodeError):
-        return Plan.from_json(read_plain(path, _MAX_BYTES).decode())
+        text = read_plain(path, _MAX_BYTES)
+        return Plan.from_json(text.decode()) if json_bytes(text) <= allowed_bytes(len(text)) else None
     return None
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lowtide.errors import ArgumentError
-from lowtide.files import open_plain, replace_plain
+from lowtide.files import NotPlain, open_plain, replace_plain
 from lowtide.reporting.format import MAX_LINE_BYTES, EndLine, Line, StepLine, encode
 from lowtide.reporting.timeline import FOLDER, now_path
 
@@ -35,6 +35,8 @@ class Writer:
         self.path = run / FOLDER / f"rank-{rank:05d}.jsonl"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.parent.is_symlink():
+                raise NotPlain(self.path.parent)
             fd = open_plain(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise ArgumentError(f"run is {str(run)!r}, which cannot be written to ({error.strerror}).") from error

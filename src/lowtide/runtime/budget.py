@@ -58,8 +58,8 @@ class Meter:
 
     def look_around(self) -> None:
         """Count shared memory, which the quick reading cannot tell from files, and what loader workers have for themselves."""
-        with open("/proc/self/status") as file:
-            mapped = sum(int(line.split()[1]) * 1024 for line in file if line.startswith("RssShmem:"))
+        lines = os.pread(self._status, 4096, 0).splitlines()  # open already: a process may run out of descriptors
+        mapped = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"RssShmem:"))
         # What ranks share counts once, a part for each; this one may not have touched all of it.
         common, ranks = self._shared()
         self.shared_bytes = max(mapped - common, 0) + common // ranks

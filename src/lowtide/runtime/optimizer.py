@@ -100,6 +100,9 @@ class ShardedOptimizer(Optimizer):
     def __deepcopy__(self, memo: Any) -> Any:
         raise Refused("the optimizer of a sharded model cannot be deep-copied; copy it before lowtide.shard.")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Refused("the optimizer of a sharded model cannot be pickled; save optimizer.state_dict(), or use lowtide.save.")
+
 
 def refuse(optimizer: Optimizer, engine: Engine) -> None:
     """Raise if this optimizer cannot update this model's shards. Changes nothing."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lowtide.errors import ArgumentError
+from lowtide.files import read_plain
 from lowtide.spec.hardware import Hardware
 
 _MOST_BYTES = 1 << 20
@@ -97,9 +98,7 @@ def unknown_fields(given: Any, understood: Any, field: str = "") -> list[str]:
 
 def _read(path: str) -> str:
     try:
-        if Path(path).stat().st_size > _MOST_BYTES:
-            raise ArgumentError(f"{path!r} is larger than any description of hardware.")
-        return Path(path).read_text(encoding="utf-8")
+        return read_plain(Path(os.path.realpath(path)), _MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ArgumentError(f"{path!r} cannot be read as hardware: {reason}; known names are {', '.join(names())}.") from error

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import ArgumentError, Refused
+from lowtide.files import allowed_bytes, json_bytes, stored_bytes
 
 _JSON_LIMIT = 100_000_000  # the format's own for headers
 _PIECE_BYTES = 4 << 20
@@ -229,7 +230,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             raise Refused(
                 f"{path} is not a safetensors file, or not complete: a header of {length} bytes, at most {limit} fit."
             )
-        header = _parse(path, opened.text(8, length, "the header"))
+        text = opened.text(8, length, "the header")
+        if json_bytes(text) > allowed_bytes(stored_bytes(opened.handle)):
+            raise Refused(f"{path}: its header of {length} bytes would take more memory than files of its size may.")
+        header = _parse(path, text)
         file = _File(path, opened.identity)
         header.pop("__metadata__", None)
         begin = 8 + length
@@ -263,6 +267,10 @@ def _entry(file: _File, begin: int, name: str, fields: Any) -> _Entry:
         problem = f"the unknown dtype {str(dtype)[:40]!r}; known are {', '.join(_DTYPES)}"
     elif not _are_sizes(shape) or len(shape) > 64:
         problem = f"the shape {str(shape)[:80]}"
+    elif math.prod(max(size, 1) for size in shape) >= 2**58:  # torch counts the bytes between rows even if there are none
+        problem = f"the shape {str(shape)[:80]}, which no tensor has"
+    elif not name.isprintable() and not _is_text(name):
+        problem = "a name that is no text"
     elif not _are_sizes(offsets) or len(offsets) != 2:
         problem = f"the place {str(offsets)[:80]}"
     elif math.prod(shape) * _DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
@@ -270,6 +278,11 @@ def _entry(file: _File, begin: int, name: str, fields: Any) -> _Entry:
     if problem is not None:
         raise Refused(f"{file.path}: {name[:120]!r} has {problem}.")
     return _Entry(file, _DTYPES[dtype], tuple(shape), begin + offsets[0], begin + offsets[1])
+
+
+def _is_text(name: str) -> bool:
+    """Whether every file and terminal can have it: halves of characters that stand alone are none."""
+    return not any("\ud800" <= c <= "\udfff" for c in name)
 
 
 def _are_sizes(values: Any) -> bool:
@@ -292,7 +305,10 @@ def _read_index(path: Path) -> dict[str, _Entry]:
     with _Opened(path) as opened:
         if opened.size > _JSON_LIMIT:
             raise Refused(f"{path}: an index of {opened.size} bytes; at most {_JSON_LIMIT} are read.")
-        index = _parse(path, opened.text(0, opened.size, "the index"))
+        text = opened.text(0, opened.size, "the index")
+        if json_bytes(text) > allowed_bytes(opened.size):
+            raise Refused(f"{path}: an index of {opened.size} bytes that would take more memory than files of its size may.")
+        index = _parse(path, text)
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(v, str) for v in places.values()):
         raise Refused(f"{path}: there is no weight_map from names to files in it.")

@@ -12,6 +12,7 @@ Packing views as recipes (runtime/saved.py) is what lets memory go; this count i
 
 from __future__ import annotations
 
+import errno
 import mmap
 import threading
 import time
@@ -63,7 +64,12 @@ def _reserve(nbytes: int, device: torch.device, *, forked: bool) -> Tensor:
         if device.type != "cpu" or nbytes < mmap.PAGESIZE:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise MemoryError(f"the system gives no {size / 2**20:.1f} MiB more (ulimit -v and -d say how many)") from error
         if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE_PAGE:
             memory.madvise(mmap.MADV_HUGEPAGE)
         if not forked and hasattr(mmap, "MADV_DONTFORK"):
