@@ -17,7 +17,7 @@ from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.spill import Spill
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.store import Store
-from lowtide.torch_internals import backward_under_way, under_transform
+from lowtide.torch_internals import backward_under_way, is_recorded, under_transform
 
 _IN_FLIGHT = 256 << 20  # bytes of activations on their way to the disk, and again on their way back, at most
 
@@ -55,9 +55,9 @@ class Activations:
 
     def _should_recompute(self, module: nn.Module) -> bool:
         """Not inside torch.func's transforms and ``functional_call``: in backward they are over, and the call would be
-        another one."""
+        another one. Nor where operators are recorded instead of walked backward."""
         chosen = self._placer.guard.should_recompute(self._unit_of[module])
-        return chosen and not under_transform() and not self._has_other_parameters(module)
+        return chosen and not (under_transform() or is_recorded() or self._has_other_parameters(module))
 
     def _has_other_parameters(self, module: nn.Module) -> bool:
         """Whether somebody else's tensors stand in the place of the parameters that the module had."""
