@@ -179,6 +179,11 @@ def under_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_recorded() -> bool:
+    """Whether the operators that run on this thread are being recorded as a graph (``make_fx``, ``torch.func.linearize``)."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def without_transforms() -> AbstractContextManager[Any]:
     """No such transform sees the operators inside."""
     return torch._C._DisableFuncTorch()

@@ -152,6 +152,22 @@ def test_a_dropped_model_takes_its_threads_along(stage: int) -> None:
     assert threading.active_count() <= before
 
 
+def states_seen(rank: int, world: int) -> list[tuple[int, ...]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 40))
+    model, optimizer = lowtide.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return [tuple(optimizer.state.get(p, {}).get("exp_avg", torch.empty(0)).shape) for p in model.parameters()]
+
+
+def test_states_between_steps_are_this_ranks_part() -> None:
+    """Whole, cut, or not there at all, as docs/gradients.md says."""
+    first, second = run_ranks(2, states_seen)
+    assert first == [(8, 8), (8,), (128,), (0,)]
+    assert second == [(0,), (0,), (192,), (40,)]
+
+
 class Prompted(nn.Module):
     """Returns a leaf, what is made of it, and something that it keeps."""
 

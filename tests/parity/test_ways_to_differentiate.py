@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
-from torch.func import functional_call, jvp, vjp, vmap
+from torch.autograd.graph import save_on_cpu
+from torch.func import functional_call, jvp, linearize, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -304,6 +305,13 @@ def hutchinson(run: Run) -> None:
 
 
 @way
+def two_graphs_interleaved(run: Run) -> None:
+    grads = torch.autograd.grad(run.loss(0), run.params, create_graph=True)
+    run.back(run.loss(1))
+    run.note(*torch.autograd.grad(sum(g.sum() for g in grads), run.params, allow_unused=True))
+
+
+@way
 def third_order(run: Run) -> None:
     x = run.x().requires_grad_()
     y = run.model(x).sum()
@@ -373,6 +381,13 @@ def grad_of_samples(run: Run) -> None:
 def pullback_called_later(run: Run) -> None:
     y, pullback = vjp(run.model, run.x())
     run.note(y, *pullback(torch.ones_like(y)))
+    run.back(run.loss())
+
+
+@way
+def linearized(run: Run) -> None:
+    y, tangent = linearize(run.model, run.x())
+    run.note(y, tangent(torch.ones(3, WIDTH)))
     run.back(run.loss())
 
 
@@ -701,6 +716,14 @@ def model_inside_backward(run: Run) -> None:
 
 
 @way
+def saved_on_cpu_around(run: Run) -> None:
+    with save_on_cpu():
+        loss = run.loss()
+        run.note(*torch.autograd.grad(loss, run.params, retain_graph=True))
+        run.back(loss)
+
+
+@way
 def with_anomaly_detection(run: Run) -> None:
     with torch.autograd.detect_anomaly(check_nan=True):
         run.back(run.loss())
@@ -862,6 +885,7 @@ REFUSALS = [
         ("backward_with_create_graph", "penalty_through_grad"),
     ),
     Refusal("Run the forward pass again", lambda p: p.ranks > 1 and _sends_parameters_away(p), ("penalty_after_a_write",)),
+    Refusal("is evicted", _sends_parameters_away, ("linearized",)),  # its second function is a recording of all operators
     Refusal(  # by torch itself
         "don't yet support saved tensor hooks", _opens_hooks, ("transform_in_forward", "transform_in_gathered")
     ),
@@ -881,7 +905,7 @@ REFUSALS = [
     Refusal(
         "the graph still needs unit",
         _in_backward,
-        ("backward_again", "backward_inputs_some", "backward_then_grad", "penalty_in_gathered_alone"),
+        ("two_graphs_interleaved", "backward_again", "backward_inputs_some", "backward_then_grad", "penalty_in_gathered_alone"),
     ),
     Refusal(
         "was set outside of loss.backward()",

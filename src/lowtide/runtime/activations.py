@@ -17,7 +17,7 @@ from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.spill import Spill
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.store import Store
-from lowtide.torch_internals import backward_under_way, under_transform
+from lowtide.torch_internals import backward_under_way, is_recorded, under_transform
 
 _IN_FLIGHT = 256 << 20  # bytes of activations on their way to the disk, and again on their way back, at most
 
@@ -52,8 +52,9 @@ class Activations:
             self._recompute.install(module, needed)
 
     def should_recompute(self, module: nn.Module) -> bool:
-        """Not inside torch.func's transforms: in backward they are over, and the call would be another one."""
-        return self._placer.guard.should_recompute(self._unit_of[module]) and not under_transform()
+        """Not inside torch.func's transforms: in backward they are over, and the call would be another one. Nor where
+        operators are recorded instead of walked backward."""
+        return self._placer.guard.should_recompute(self._unit_of[module]) and not (under_transform() or is_recorded())
 
     def should_keep(self, module: nn.Module, nbytes: int, changes: str | None) -> bool:
         return self._placer.guard.should_keep(self._unit_of[module], nbytes, changes)

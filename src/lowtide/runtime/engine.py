@@ -340,7 +340,7 @@ class Engine(Assembly):
         if (unit := self.residency.pinned()) is not None:
             raise errors.Refused(f"optimizer.step() inside gathered() or a forward pass of unit {unit.name!r}; leave it first.")
         if self.backward_update is not None:
-            self.grads.refuse_given()
+            self.grads.refuse_given(param for group in optimizer.param_groups for param in group["params"])
             return _end_step_in_backward(self, self.backward_update, optimizer)
         bad_key = self.grad_facts.first_not_finite()
         self.scale.after_step(skipped=bad_key is not None)

@@ -493,9 +493,9 @@ class Grads:
             name = record.unit.names[record.index]
             record.param.grad = UsedGrad.make(like.expand(spec.shape), stride=spec.stride, name=name)
 
-    def refuse_given(self) -> None:
-        """An update in backward is to be ended: it has not seen gradients that the caller gave since."""
-        for record in self.by_param.values():
+    def refuse_given(self, params: Iterable[nn.Parameter]) -> None:
+        """An update in backward of ``params`` is to be ended: it has not seen gradients that the caller gave since."""
+        for record in map(self.by_param.__getitem__, params):
             if record.param.grad is not None and not isinstance(record.param.grad, UsedGrad):
                 raise Refused(
                     f"param.grad of {record.unit.names[record.index]!r} was set outside of loss.backward(), and "
