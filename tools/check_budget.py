@@ -25,7 +25,7 @@ MANY_PARAMETERS = {
 # From the bottom up. A module imports from its own layer and from the layers below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("version", "torch_internals", "errors", "stages", "files"),
-    ("launchers",),
+    ("launchers", "wrapped"),
     ("config",),
     ("spec",),
     ("planning",),

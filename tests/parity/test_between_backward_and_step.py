@@ -125,6 +125,8 @@ REFUSED: dict[str, Act] = {
     "write": _write,
     "write_plainly": _write_plainly,
     "add_group": _add_group,
+    "reload_weights": lambda m, o: m.load_state_dict(m.state_dict()),
+    "reload_states": lambda m, o: o.load_state_dict(o.state_dict()),
     "twice": _twice,
     "step_with_zeros": lambda m, o: (o.step(), o.zero_grad(set_to_none=False)),
 }

@@ -679,3 +679,40 @@ def _refused(rank: int, world: int, name: str, folder: str) -> str:
 def test_refused_in_backward(name: str, tmp_path: Path) -> None:
     (text,) = run_ranks(1, _refused, name, str(tmp_path))
     assert REFUSED_IN_BACKWARD[name] in text
+
+
+def _goes_on(rank: int, world: int, placement: str, then: str, folder: str) -> str:
+    model = stack()
+    system = Sharded(model, adamw(model), **_options(placement, folder))
+    bad = [False]
+
+    def fail(*_: Any) -> None:
+        if bad[0]:
+            raise _Enough
+
+    model.blocks[1].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+    system.model(batch(0, rank)).square().mean().backward()
+    bad[0] = True
+    with contextlib.suppress(_Enough):
+        system.model(batch(1, rank)).square().mean().backward()
+    bad[0] = False
+    uses: dict[str, Callable[[], Any]] = {
+        "backward": lambda: system.model(batch(2, rank)).square().mean().backward(),
+        "clip": lambda: lowtide.clip_grad_norm_(model, 1.0),
+        "step": system.optimizer.step,
+    }
+    with pytest.raises(Refused) as caught:
+        uses[then]()
+    system.optimizer.zero_grad()
+    loss = system.model(batch(2, rank)).square().mean()
+    loss.backward()
+    system.optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("then", ["backward", "clip", "step"])
+@pytest.mark.parametrize("placement", ["stage3", "stage3_disk"])
+def test_several_ranks_do_not_use_what_a_failed_pass_has_added_to(placement: str, then: str, tmp_path: Path) -> None:
+    for text in run_ranks(2, _goes_on, placement, then, str(tmp_path)):
+        assert "a backward pass failed after it had added to the gradient of" in text
+        assert "zero_grad()" in text

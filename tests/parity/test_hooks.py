@@ -61,6 +61,17 @@ def gradient_is_changed(system: Plain, note: Note) -> list[Any]:
 
 
 @kind
+def parameter_is_read(system: Plain, note: Note) -> list[Any]:
+    """Monitors of the ratio between gradient and weight."""
+
+    def hook(name: str, param: Tensor) -> None:
+        assert param.grad is not None
+        note(name, param.grad.norm() / param.detach().norm())
+
+    return [p.register_post_accumulate_grad_hook(partial(hook, name)) for name, p in _each(system)]
+
+
+@kind
 def gradient_arrives(system: Plain, note: Note) -> list[Any]:
     return [p.register_hook(partial(note, name)) for name, p in _each(system)]
 

@@ -94,8 +94,8 @@ class BackwardUpdate:
             return
         if not alike(self._update.options, all_options(optimizer)):
             raise Refused(
-                "options of the optimizer (lr, betas, ...) have changed since loss.backward() began to update parameters with "
-                "update='backward'. Change them before backward or after step(), or use update='step'."
+                "options of the optimizer (lr, betas, ...) or its states have changed since loss.backward() began to update "
+                "parameters with update='backward'. Change them before backward or after step(), or use update='step'."
             )
         self._grads.refuse_dropped()
 

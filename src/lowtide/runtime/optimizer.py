@@ -90,6 +90,7 @@ class ShardedOptimizer(Optimizer):
                 super().load_state_dict(state_dict)
             update.forget_states(self)
             update.cut_state(self)
+            update.options = []  # a step that update="backward" has done was done from other states
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
