@@ -167,6 +167,7 @@ def problems(rank: int, world: int, options: dict[str, Any], folder: str) -> lis
     return out
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("ranks", "options"), PLACEMENTS, ids=str)
 def test_losses(ranks: int, options: dict[str, Any], tmp_path: Path) -> None:
     found = run_ranks(ranks, problems, options, str(tmp_path))

@@ -104,6 +104,7 @@ def differences(rank: int, world: int, options: dict[str, Any], folder: str) -> 
     return out
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("ranks", "options"), PLACEMENTS, ids=str)
 def test_values_after_a_load_that_raised(ranks: int, options: dict[str, Any], tmp_path: Path) -> None:
     found = run_ranks(ranks, differences, options, str(tmp_path))

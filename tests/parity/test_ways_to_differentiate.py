@@ -943,7 +943,7 @@ def problems(rank: int, world: int, names: Sequence[str], placement: Placement, 
 _PARTS = 16
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(20)
 @pytest.mark.parametrize("part", range(_PARTS))
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_gradients(placement: Placement, part: int, tmp_path: Path) -> None:
