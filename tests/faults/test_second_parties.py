@@ -137,8 +137,28 @@ def test_in_one_folder(name: str, quick_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", PARTIES)
 def test_long_in_one_folder(name: str, quick_path: Path) -> None:
-    """In all: more than 4,000 loads, and more than 1,000 saves beside gc."""
+    """In all: more than 4,000 loads."""
     print(name, apart(together, quick_path, PARTIES[name], 400, seconds=3500))
+
+
+def beside_gc(folder: Path, party: Party, count: int) -> tuple[int, int]:
+    """At least ``count`` saves while somebody cleans as often as possible; how many saves, and cleanings."""
+    board = Board()
+    savers = [start(saves, folder, party, board, who, seconds=3000.0) for who in range(party.savers)]
+    cleaner = start(collects, folder, board, seconds=3000.0)
+    places = [SAVES + 8 * (who + 1) for who in range(party.savers)]
+    while sum(board[place] for place in places) < count and all(map(is_alive, [*savers, cleaner])):
+        time.sleep(0.01)
+    board[ENDED] = 1
+    return sum(child.wait().result() for child in savers), cleaner.wait().result()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["beside gc", "two savers beside gc", "linked, beside gc"])
+def test_saves_beside_gc(name: str, quick_path: Path) -> None:
+    saved, cleaned = apart(beside_gc, quick_path, PARTIES[name], 400, seconds=3500)
+    assert min(saved, cleaned) >= 400
 
 
 # -- jobs beside jobs -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ must have one meaning, whichever pieces of it are read in whichever order (``jud
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -61,7 +62,7 @@ class Shaper:
             move = chosen.choice(MOVES) if chosen.random() < 0.7 else anything
             try:
                 move(self, table, chosen)
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
                 continue  # another move has taken away what this one works on
         payload = bytearray(self.payload)
         if chosen.random() < 0.15:
@@ -85,7 +86,8 @@ class Shaper:
         if chosen.random() > 0.06:
             return text
         fields = json.loads(text)
-        _change(fields, chosen, fields)
+        with contextlib.suppress(IndexError, TypeError, OverflowError):
+            _change(fields, chosen, fields)
         return signed(json.dumps(fields, separators=(",", ":")).encode())
 
 

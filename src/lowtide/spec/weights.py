@@ -267,14 +267,14 @@ def _entry(file: _File, begin: int, name: str, fields: Any) -> _Entry:
         problem = f"the unknown dtype {str(dtype)[:40]!r}; known are {', '.join(_DTYPES)}"
     elif not _are_sizes(shape) or len(shape) > 64:
         problem = f"the shape {str(shape)[:80]}"
-    elif math.prod(max(size, 1) for size in shape) >= 2**58:  # torch counts the bytes between rows even if there are none
-        problem = f"the shape {str(shape)[:80]}, which no tensor has"
     elif not name.isprintable() and not _is_text(name):
         problem = "a name that is no text"
     elif not _are_sizes(offsets) or len(offsets) != 2:
         problem = f"the place {str(offsets)[:80]}"
     elif math.prod(shape) * _DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
         problem = f"{offsets[1] - offsets[0]} bytes, which is not a {dtype} of shape {tuple(shape)}"
+    elif math.prod(max(size, 1) for size in shape) >= 2**58:  # torch counts the bytes between rows even if there are none
+        problem = f"the shape {str(shape)[:80]}, which no tensor has"
     if problem is not None:
         raise Refused(f"{file.path}: {name[:120]!r} has {problem}.")
     return _Entry(file, _DTYPES[dtype], tuple(shape), begin + offsets[0], begin + offsets[1])
