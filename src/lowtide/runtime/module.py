@@ -49,16 +49,17 @@ class ShardedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Plain names and tensors. Where parameters are sharded, all on rank 0 and none on others: every rank must call it."""
         engine = self.lowtide_engine
-        engine.announcer.refuse_alone("model.state_dict()")
-        engine.settle()
-        if not engine.config.stage.parameters:
-            return super().state_dict(*args, **kwargs)
-        _refuse_above_budget(engine)
-        with _saving(engine):
-            out = super().state_dict(*args, **kwargs)
-        if engine.group.rank:
-            out.clear()
-        return out
+        with engine.calling("model.state_dict()"):
+            engine.announcer.refuse_alone("model.state_dict()")
+            engine.settle()
+            if not engine.config.stage.parameters:
+                return super().state_dict(*args, **kwargs)
+            _refuse_above_budget(engine)
+            with _saving(engine):
+                out = super().state_dict(*args, **kwargs)
+            if engine.group.rank:
+                out.clear()
+            return out
 
     def load_state_dict(  # torch's own signature
         self,
@@ -70,16 +71,17 @@ class ShardedModule(nn.Module):
         engine = self.lowtide_engine
         if assign:
             raise Refused("load_state_dict(assign=True) would replace sharded parameters; leave assign out to copy the values.")
-        engine.announcer.refuse_alone("model.load_state_dict()")
-        engine.before_load()
-        named = self.named_parameters(remove_duplicate=False)
-        given = {param: state_dict[name] for name, param in named if name in state_dict}
-        with _loading(engine, given):
-            result = super().load_state_dict(state_dict, strict=strict)
-        for unit in engine.units:
-            engine.update.write_masters(unit, given)
-        engine.after_load()
-        return result
+        with engine.calling("model.load_state_dict()"):
+            engine.announcer.refuse_alone("model.load_state_dict()")
+            engine.before_load()
+            named = self.named_parameters(remove_duplicate=False)
+            given = {param: state_dict[name] for name, param in named if name in state_dict}
+            with _loading(engine, given):
+                result = super().load_state_dict(state_dict, strict=strict)
+            for unit in engine.units:
+                engine.update.write_masters(unit, given)
+            engine.after_load()
+            return result
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
         probes = [
@@ -192,13 +194,14 @@ def _refuse_above_budget(engine: Engine) -> None:
 
 def sharded_state_dict(engine: Engine) -> dict[str, Tensor]:
     """This rank's part of every parameter, flat in memory order, by plain name; and the buffers. No rank waits for another."""
-    engine.settle()
     out: dict[str, Tensor] = {}
-    for unit in engine.units:
-        with engine.residency.shard(unit, write=False) as shard:
-            for index, name in enumerate(unit.names):
-                lo, hi = unit.layout.piece(index, engine.group.shard.rank)
-                out[name] = engine.residency.piece(unit, index, lo, hi, shard).clone()
+    with engine.calling("lowtide.sharded_state_dict()"):
+        engine.settle()
+        for unit in engine.units:
+            with engine.residency.shard(unit, write=False) as shard:
+                for index, name in enumerate(unit.names):
+                    lo, hi = unit.layout.piece(index, engine.group.shard.rank)
+                    out[name] = engine.residency.piece(unit, index, lo, hi, shard).clone()
     return {**out, **{name: buffer.detach().clone() for name, buffer in engine.model.named_buffers()}}
 
 
@@ -214,13 +217,14 @@ def load_sharded_state_dict(engine: Engine, state: Mapping[str, Tensor]) -> None
         raise ArgumentError(
             f"sharded state_dict: {wrong[0]!r} is missing or of another size; it was made for another partition."
         )
-    engine.announcer.refuse_alone("lowtide.load_sharded_state_dict()")
-    engine.before_load()
-    for unit in engine.units:
-        with engine.residency.shard(unit, write=True, read=False) as shard:
-            for index, name in enumerate(unit.names):
-                lo, hi = unit.layout.piece(index, rank)
-                engine.residency.piece(unit, index, lo, hi, shard).copy_(state[name])
-    for name, buffer in engine.model.named_buffers():
-        buffer.detach().copy_(state[name])
-    engine.after_load()
+    with engine.calling("lowtide.load_sharded_state_dict()"):
+        engine.announcer.refuse_alone("lowtide.load_sharded_state_dict()")
+        engine.before_load()
+        for unit in engine.units:
+            with engine.residency.shard(unit, write=True, read=False) as shard:
+                for index, name in enumerate(unit.names):
+                    lo, hi = unit.layout.piece(index, rank)
+                    engine.residency.piece(unit, index, lo, hi, shard).copy_(state[name])
+        for name, buffer in engine.model.named_buffers():
+            buffer.detach().copy_(state[name])
+        engine.after_load()

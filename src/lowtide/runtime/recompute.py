@@ -57,6 +57,7 @@ class Recompute:
         self._saved = saved
         self._chosen = chosen
         self._replaced: dict[nn.Module, Callable[..., Any] | None] = {}
+        self._presents: list[_Present] = []  # of modules that are computed again now
 
     def install(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Make ``module``, which needs ``units``, able to recompute."""
@@ -70,7 +71,7 @@ class Recompute:
                 return original(*args, **kwargs)
             if not torch.is_grad_enabled() or not self._answer(module, habits):
                 return original(*args, **kwargs)
-            return _Call(self._engine, self._saved, module, units, habits).run(original, args, kwargs)
+            return _Call(self._engine, self._saved, module, units, habits, self._presents).run(original, args, kwargs)
 
         module.forward = forward
 
@@ -79,6 +80,12 @@ class Recompute:
         if backward_under_way() is None or habits.answer is None:
             habits.answer = not habits.changes_inputs and self._chosen(module)
         return habits.answer
+
+    def put_back(self) -> None:
+        """Recomputations were broken off: modules are what they were before them."""
+        while self._presents:
+            self._presents[-1].restore()
+            self._presents.pop()
 
     def remove(self) -> None:
         """Put every ``forward`` back. Graphs that exist can still be walked."""
@@ -103,8 +110,16 @@ class _Habits:
 class _Call:
     """One forward of a module, and its recomputations."""
 
-    def __init__(self, engine: Pinning, saved: SavedViews, module: nn.Module, units: Sequence[Unit], habits: _Habits) -> None:
-        self._engine, self._saved, self._units, self._habits = engine, saved, units, habits
+    def __init__(
+        self,
+        engine: Pinning,
+        saved: SavedViews,
+        module: nn.Module,
+        units: Sequence[Unit],
+        habits: _Habits,
+        presents: list[_Present],
+    ) -> None:
+        self._engine, self._saved, self._units, self._habits, self._presents = engine, saved, units, habits, presents
         self._params = [param for unit in units for param in unit.params]
         self._versions = [_version(p) for p in self._params]
         self._needed = [saved.need(unit) for unit in units]
@@ -165,7 +180,7 @@ class _Call:
             for param, version in zip(self._params, self._versions, strict=True):
                 if _version(param) != version:
                     raise StaleGraph(self._name)
-            present = self._before.put_back()
+            present = self._before.put_back(self._presents)
             return self._saved.open_in_checkpoint(again=True), present
         except BaseException:
             self._engine.after_forward(self._units)
@@ -175,6 +190,7 @@ class _Call:
         """Make everything as it was before ``begin``."""
         try:
             touched = present.restore()
+            self._presents.remove(present)
             self._saved.close(context)
         finally:
             self._engine.after_forward(self._units)
@@ -267,10 +283,11 @@ class _Before:
         self._buffers = changed
         return lost
 
-    def put_back(self) -> _Present:
-        """Give the module its former buffers, as copies, and its former mode."""
+    def put_back(self, presents: list[_Present]) -> _Present:
+        """Give the module its former buffers, as copies, and its former mode. What it is now is noted in ``presents`` first."""
         formers = {id(b.value): b.value.clone() for b in self._buffers if b.value is not None}
         present = _Present(self._modules, with_buffers=bool(self._buffers))
+        presents.append(present)
         for buffer in self._buffers:
             _buffers(buffer.owner)[buffer.name] = formers.get(id(buffer.value))
         _set_training(zip(self._modules, self._training, strict=True))

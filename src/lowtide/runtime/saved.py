@@ -28,6 +28,7 @@ from lowtide.runtime.unit import Unit
 from lowtide.torch_internals import (
     at_end_of_backward,
     backward_under_way,
+    close_saved_tensor_hooks,
     innermost_saved_tensor_hooks,
     is_functorch_wrapped,
     profile_under_way,
@@ -228,9 +229,13 @@ class SavedViews:
         if self._computing:
             self._computing.pop()
 
-    def reset(self) -> None:
-        """An interrupt left forward passes without their end."""
-        self._computing.clear()
+    def recover(self, computing: int, opened: Sequence[saved_tensors_hooks]) -> None:
+        """Calls were broken off: so many modules compute, and only these hooks of ours are open on this thread."""
+        del self._computing[computing:]
+        known = {context.pack_hook for context in opened}
+        while (top := innermost_saved_tensor_hooks()) is not None and top[0] in self._pack_functions - known:
+            close_saved_tensor_hooks()
+        self._pack_functions &= known
 
     def need(self, unit: Unit) -> Needed:
         """Note that whoever holds the result needs the present values of ``unit``."""
@@ -298,7 +303,7 @@ class SavedViews:
         return self._opened(pack)
 
     def close(self, context: saved_tensors_hooks | None) -> None:
-        if context is not None:
+        if context is not None and context.pack_hook in self._pack_functions:  # or it was closed after an interrupt
             context.__exit__()
             self._pack_functions.discard(context.pack_hook)
 
