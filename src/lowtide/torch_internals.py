@@ -67,7 +67,13 @@ def innermost_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[A
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def close_saved_tensor_hooks() -> None:
+def close_saved_tensor_hooks(down_to: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
+    """Close the hooks that were opened on this thread inside those of ``down_to``, or all."""
+    while (top := innermost_saved_tensor_hooks()) is not None and (down_to is None or top[0] is not down_to[0]):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def close_innermost_saved_tensor_hooks() -> None:
     """Close the innermost hooks on this thread."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
 

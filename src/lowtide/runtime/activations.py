@@ -78,10 +78,10 @@ class Activations:
         self._placer.guard.outside_units()
         self._budget.look(_moment("ends", units))
 
-    def recover(self, kept: Sequence[Call]) -> None:
-        """Calls were broken off, all but ``kept``."""
+    def recover(self, kept: Sequence[Call], broken: Sequence[Call]) -> None:
+        """Calls were broken off, inside those that are kept or all."""
         computing = [call for call in kept if call.is_forward and call.units is not None]
-        self.saved.recover(len(computing), [call.saved for call in kept if call.saved is not None])
+        self.saved.recover(len(computing), [c.saved for c in broken if c.saved is not None] if kept else None)
         if not kept:
             self._placer.guard.outside_units()
             if self._recompute is not None:

@@ -421,7 +421,7 @@ class Engine(Assembly):
             self.residency.forget(lent.units)
             self.lent.remove(lent)
 
-    def recover(self, kept: Sequence[Call]) -> None:
+    def recover(self, kept: Sequence[Call], broken: Sequence[Call]) -> None:
         """Calls were broken off, at any line of ours. Put back what they have left; ``kept`` are those around them.
 
         This may be broken off as well: every part says how things are to be, not what has to change, so that it can be done
@@ -429,7 +429,7 @@ class Engine(Assembly):
         """
         if not kept:
             self._recover_passes()
-        self.activations.recover(kept)
+        self.activations.recover(kept, broken)
         pins = Counter(unit for call in kept for unit in call.units or ())
         pins.update(unit for lent in self.lent if lent.is_open for unit in lent.units)
         pins.update(self._demanded)

@@ -66,6 +66,8 @@ def _hook_model(engine: Engine) -> None:
         return inputs
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():  # the hook above has refused it
+            return output
         call = engine.turn.innermost(module_call())
         return engine.leave_model(call, output) if call is not None and call.ready else output
 

@@ -27,7 +27,7 @@ from lowtide.errors import Refused, StaleGraph
 from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.unit import Unit
 from lowtide.spec.units import needs
-from lowtide.torch_internals import backward_under_way
+from lowtide.torch_internals import backward_under_way, close_saved_tensor_hooks, innermost_saved_tensor_hooks
 
 _LARGE = 1 << 20  # buffers above this are copied before a forward only as long as it is not known to leave them alone
 
@@ -140,14 +140,18 @@ class _Call:
         versions = [_version(tensor) for tensor in tensors]
         unknown = self._habits.changes_inputs is None
         kept = [value.clone() if unknown and type(value) is Tensor else value for value in actual]
-        output = checkpoint(
-            call,
-            *kept,
-            use_reentrant=False,
-            preserve_rng_state=True,
-            determinism_check="none",
-            context_fn=lambda: (_Forward(self._saved), _Again(self)),
-        )
+        outer = innermost_saved_tensor_hooks()
+        try:
+            output = checkpoint(
+                call,
+                *kept,
+                use_reentrant=False,
+                preserve_rng_state=True,
+                determinism_check="none",
+                context_fn=lambda: (_Forward(self._saved), _Again(self)),
+            )
+        finally:  # an interrupt where ours end would leave the checkpoint's own
+            close_saved_tensor_hooks(down_to=outer)
         self._learn(changed_inputs=versions != [_version(tensor) for tensor in tensors])
         return output
 
@@ -191,7 +195,7 @@ class _Call:
         try:
             touched = present.restore()
             self._presents.remove(present)
-            self._saved.close(context)
+            self._saved.close_in_checkpoint(context)
         finally:
             self._engine.after_forward(self._units)
         if touched is not None:
@@ -212,7 +216,7 @@ class _Forward:
         self._context = self._saved.open_in_checkpoint(again=False)
 
     def __exit__(self, *_: object) -> None:
-        self._saved.close(self._context)
+        self._saved.close_in_checkpoint(self._context)
 
 
 class _Again:

@@ -28,7 +28,7 @@ from lowtide.runtime.unit import Unit
 from lowtide.torch_internals import (
     at_end_of_backward,
     backward_under_way,
-    close_saved_tensor_hooks,
+    close_innermost_saved_tensor_hooks,
     innermost_saved_tensor_hooks,
     is_functorch_wrapped,
     profile_under_way,
@@ -208,6 +208,7 @@ class SavedViews:
         self.spill = spill
         self._stays = stays
         self._pack_functions: set[Callable[..., Any]] = set()
+        self._around: set[Callable[..., Any]] = set()  # those of checkpoints in which ours are open
         self._needed: defaultdict[Unit, weakref.WeakSet[Needed]] = defaultdict(weakref.WeakSet)
         self._computing: list[Unit | None] = []  # of the modules whose forward runs, innermost last
         self.saved_bytes: defaultdict[Unit | None, int] = defaultdict(int)
@@ -229,13 +230,15 @@ class SavedViews:
         if self._computing:
             self._computing.pop()
 
-    def recover(self, computing: int, opened: Sequence[saved_tensors_hooks]) -> None:
-        """Calls were broken off: so many modules compute, and only these hooks of ours are open on this thread."""
+    def recover(self, computing: int, broken: Sequence[saved_tensors_hooks] | None) -> None:
+        """Calls were broken off: so many modules compute, and hooks that were opened for them, innermost first, are closed.
+        ``None``: all that are open on this thread, and those of checkpoints, which took ours for their own when they ended."""
         del self._computing[computing:]
-        known = {context.pack_hook for context in opened}
-        while (top := innermost_saved_tensor_hooks()) is not None and top[0] in self._pack_functions - known:
-            close_saved_tensor_hooks()
-        self._pack_functions &= known
+        known = {context.pack_hook for context in broken} if broken is not None else self._pack_functions | self._around
+        while (top := innermost_saved_tensor_hooks()) is not None and top[0] in known:
+            close_innermost_saved_tensor_hooks()
+        self._pack_functions -= known
+        self._around -= known
 
     def need(self, unit: Unit) -> Needed:
         """Note that whoever holds the result needs the present values of ``unit``."""
@@ -300,7 +303,15 @@ class SavedViews:
             packed = outer[0](tensor)
             return _Outer(packed, outer[1]) if recipe is None else recipe
 
+        if outer is not None:
+            self._around.add(outer[0])
         return self._opened(pack)
+
+    def close_in_checkpoint(self, context: saved_tensors_hooks | None) -> None:
+        self.close(context)
+        outer = innermost_saved_tensor_hooks()
+        if outer is not None:
+            self._around.discard(outer[0])
 
     def close(self, context: saved_tensors_hooks | None) -> None:
         if context is not None and context.pack_hook in self._pack_functions:  # or it was closed after an interrupt

@@ -51,9 +51,9 @@ class Call:
 
 
 class Turn:
-    """The calls under way, outermost first. ``recover`` is given those that were not broken off."""
+    """The calls under way, outermost first. ``recover`` is given those that go on, and those that were broken off."""
 
-    def __init__(self, recover: Callable[[Sequence[Call]], None], *, alone: bool, patience: Callable[[], float]) -> None:
+    def __init__(self, recover: Callable[[Sequence[Call], Sequence[Call]], None], *, alone: bool, patience: Callable[[], float]) -> None:
         """``alone``: no other rank waits for what this one does next. ``patience``: seconds that a thread waits for another."""
         self._recover, self._alone, self._patience = recover, alone, patience
         self._lock = threading.RLock()
@@ -96,7 +96,7 @@ class Turn:
         with self._lock:
             kept = self._running()
             if len(kept) < len(self.calls):
-                self._recover(kept)
+                self._recover(kept, self.calls[len(kept) :])
                 self.calls = kept
 
     def is_mine(self) -> bool:
@@ -119,11 +119,11 @@ class Turn:
 
     def _running(self) -> list[Call]:
         """The calls before the first that was broken off."""
-        stacks: dict[int, set[FrameType]] = {}
+        stacks: dict[int, set[int]] = {}  # not the frames: this one is among them, and would keep all others
         for number, call in enumerate(self.calls):
             if call.thread not in stacks:
-                stacks[call.thread] = set(_stack_of(call.thread))
-            is_over = call.frame is not None and call.frame not in stacks[call.thread]
+                stacks[call.thread] = {id(frame) for frame in _stack_of(call.thread)}
+            is_over = call.frame is not None and id(call.frame) not in stacks[call.thread]
             if is_over or (call.witness is not None and call.witness() is None):
                 return self.calls[:number]
         return list(self.calls)
