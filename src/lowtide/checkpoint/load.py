@@ -73,7 +73,7 @@ def load(engine: Engine, optimizer: Optimizer | None, wish: Wish) -> Loaded:
         if engine.group.rank == 0:
             _log.warning("passed over: %s", problem)
     listed = "; ".join(passed_over)
-    engine.poisoned_by = "loading a checkpoint failed half-way"
+    engine.poisoned_by, engine.loading = "loading a checkpoint failed half-way", False
     raise NoCheckpoint(f"none of the checkpoints there can be loaded: {listed}", str(wish.path))
 
 
@@ -123,10 +123,12 @@ def _try(engine: Engine, optimizer: Optimizer | None, wish: Wish, path: Path) ->
             with _believing_nothing(path):
                 loading = _Loading(engine, optimizer, wish, source)
                 loading.compare()
+                engine.loading = True
                 loading.run()
                 state, random, extra = loading.objects()
                 if random is not None:
                     rng.restore(random)
+            engine.loading = False
             for name, value in state.items():
                 wish.state[name].load_state_dict(value)
     except CheckpointError as error:
@@ -138,6 +140,7 @@ def _try(engine: Engine, optimizer: Optimizer | None, wish: Wish, path: Path) ->
         return None, extra
     kind, _, problem = first[1].partition("\0")
     if kind == CheckpointMismatch.__name__:  # an older one would not fit either
+        engine.loading = False
         raise failure if isinstance(failure, CheckpointMismatch) else CheckpointMismatch(problem, str(path))
     where = f" (rank {first[0]})" if engine.group.size > 1 else ""
     return f"{path.name}{where}: {problem}", {}

@@ -75,6 +75,8 @@ class Engine(Assembly):
         self._backward: Call | None = None  # the outermost backward under way
         self._demanded: set[Unit] = set()  # pinned outside their modules, until the pass ends
         self.lent: list[Lent] = []
+        self.loading = False
+        """Whether a checkpoint is being loaded, and what is there is a mixture."""
         self._changing = False  # an update has begun, and it is not known yet that all of it is done
         self.poisoned_by: str | None = None  # why nobody may use the model before it is loaded anew
         self._touch: Touch | None = None
@@ -369,12 +371,12 @@ class Engine(Assembly):
 
     def touch(self, param: nn.Parameter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """An evicted parameter is used. Inside a pass its unit comes on demand; elsewhere that is a mistake."""
+        if is_tracing():
+            raise errors.Refused(errors.NO_WHOLE_COMPILE)
         is_mine = self.turn.is_mine()
         if self._touch is not None and is_mine:
             return self._touch(param, function, args, kwargs)
         unit = self.unit_of[param]
-        if is_tracing():
-            raise errors.Refused(errors.NO_WHOLE_COMPILE)
         if not (is_mine and self.turn.depth) and not self._in_backward():
             raise errors.Evicted(self.name_of[param], unit.name, getattr(function, "__name__", str(function)))
         self.check()
@@ -439,6 +441,8 @@ class Engine(Assembly):
         self._touch = None
         self.update.put_back()
         self._poison("an update was broken off")
+        if self.loading:
+            self.poisoned_by, self.loading = "loading a checkpoint was broken off", False
         self.grads.abandon()
         if self.backward_update is not None:
             self.backward_update.abandon()

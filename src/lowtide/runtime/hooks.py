@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowtide.errors import NO_WHOLE_COMPILE, Refused
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.grads import GradRecord
-from lowtide.runtime.turn import forward, module_call
+from lowtide.runtime.turn import Call, forward, module_call
 from lowtide.spec.units import needs
 from lowtide.torch_internals import never_compiled
 
@@ -58,7 +58,7 @@ def _hook_model(engine: Engine) -> None:
             raise Refused(NO_WHOLE_COMPILE)
         if engine.needs_no_turn:
             return engine.inputs(args, kwargs, outermost=True)
-        call = engine.turn.begin(forward("a forward pass", module_call()))
+        call = _begin(engine)
         hook_new_parameters(engine)
         inputs = engine.enter_model(call, args, kwargs)
         call.saved = engine.open_saved()
@@ -68,11 +68,21 @@ def _hook_model(engine: Engine) -> None:
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():  # the hook above has refused it
             return output
-        call = engine.turn.innermost(module_call())
+        call = _innermost(engine)
         return engine.leave_model(call, output) if call is not None and call.ready else output
 
     engine.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     engine.model.register_forward_hook(after, always_call=True)
+
+
+@never_compiled
+def _begin(engine: Engine) -> Call:
+    return engine.turn.begin(forward(module_call()))
+
+
+@never_compiled
+def _innermost(engine: Engine) -> Call | None:
+    return engine.turn.innermost(module_call())
 
 
 def _hook_unit_module(engine: Engine, module: nn.Module, hosts: set[nn.Module]) -> None:
@@ -81,7 +91,7 @@ def _hook_unit_module(engine: Engine, module: nn.Module, hosts: set[nn.Module]) 
 
     @never_compiled
     def before(module: nn.Module, args: Any) -> None:
-        call = engine.turn.begin(forward("a forward pass", module_call()))
+        call = engine.turn.begin(forward(module_call()))
         engine.enter_units(call, units)
         call.saved = engine.open_saved()
         call.ready = True

@@ -154,9 +154,9 @@ def backward_call() -> FrameType | None:
     return next((f for f in _stack_of(threading.get_ident()) if f.f_code is CODE_OF_BACKWARD), None)
 
 
-def forward(what: str, frame: FrameType | None) -> Call:
+def forward(frame: FrameType | None) -> Call:
     """A forward pass."""
-    return Call(what, frame, trains=torch.is_grad_enabled())
+    return Call("a forward pass", frame, trains=torch.is_grad_enabled())
 
 
 def _stack_of(thread: int) -> Iterator[FrameType]:
