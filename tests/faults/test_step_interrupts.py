@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
@@ -33,6 +34,8 @@ from tests.kit.scenarios import adamw, batch, stack
 FOLDER = os.path.dirname(lowtide.__file__)
 STEPS = 12
 """How many the undisturbed model takes; then the disturbed one goes back to the checkpoint."""
+DEADLINE = 5
+"""Seconds that a rank waits for another."""
 SECONDS = 20
 """After so long without an end a step is taken for hung. Far more than any takes."""
 
@@ -253,3 +256,138 @@ def _hung(*_: object) -> None:
 
     faulthandler.dump_traceback(all_threads=True)
     os._exit(3)
+
+
+# -- two ranks --------------------------------------------------------------------------------------------------------
+
+
+class TraineeOfTwo:
+    """The same on each of two ranks. A rank that goes on without the other is told so: then the job is over."""
+
+    def __init__(self, rank: int, folder: Path, options: dict[str, Any]) -> None:
+        self.rank, self.folder, self.options = rank, folder, options
+        self._begin()
+        self.known: list[str] = []
+        for self.step in range(STEPS + 2):
+            self.known.append(self._told(self._numbers())[0])
+            self.next()
+        self.end = self._numbers()
+        lowtide.save(folder / "run" / "begin", self.model, self.optimizer)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.model = self.optimizer = None  # type: ignore[assignment]
+        self.step = 0
+        self.model = stack(count=2)
+        self.optimizer = adamw(self.model)
+        options = dict(self.options)
+        if options.pop("disk", False):
+            options |= Where().options(str(self.folder / "spool"))
+        lowtide.shard(self.model, self.optimizer, **options, comm=lowtide.Comm(bucket_bytes=0, deadline=DEADLINE))
+
+    def next(self) -> None:
+        self.model(batch(self.step, self.rank)).square().mean().backward()
+        if self.options.get("update") != "backward":
+            lowtide.clip_grad_norm_(self.model, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def _numbers(self) -> str:
+        found: dict[str, Tensor] = {f"parameter {n}": t for n, t in self.model.state_dict().items()}
+        for index, state in self.optimizer.state_dict().get("state", {}).items():
+            found |= {f"state {index} {n}": t for n, t in state.items()}
+        return digest(found)
+
+    def _told(self, mine: str) -> list[str]:
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, mine)
+        return found
+
+    def _attempt(self, run: Callable[[], str]) -> list[str]:
+        """What ``run`` comes to on each rank."""
+        try:
+            mine = run()
+        except Poisoned:
+            mine = "poisoned"
+        except Error as error:
+            mine = f"told: {type(error).__name__}"
+        except BaseException as error:
+            mine = f"UNTYPED {error!r}"
+        return self._told(mine)
+
+    def disturb(self, spot: Spot, kind: Callable[[], BaseException], who: int, found: Found) -> None:
+        if self.step >= STEPS:
+            self._begin()
+        sent, raised = "", ""
+        if who in (self.rank, 2):
+            try:
+                with interrupted(FOLDER, spot, kind) as shot:
+                    self.next()
+            except BaseException as error:
+                raised = f"{type(error).__name__}" if isinstance(error, (Error, kind)) else f"UNTYPED {error!r}"
+            sent = shot.where if shot.sent else ""
+            self.step = self.step if raised == "" else self.step  # found out below
+        else:
+            try:
+                self.next()
+            except BaseException as error:
+                raised = f"{type(error).__name__}" if isinstance(error, Error) else f"UNTYPED {error!r}"
+        first = self._attempt(lambda: (self.optimizer.zero_grad(), self._numbers())[1])
+        self._judge(f"{spot} {kind.__name__} on {who}", sent, raised, first, found)
+
+    def _judge(self, where: str, sent: str, raised: str, first: list[str], found: Found) -> None:
+        fired = self._told(f"{sent}|{raised}")
+        where = f"{where} {fired}"
+        found.fired += any(each.partition("|")[0] for each in fired)
+        told = [each for each in (*first, *fired) if "UNTYPED" in each]
+        if told:
+            found.unusable.append(f"{where}: {first}")
+            self._begin()
+            return
+        if any(each.startswith("told") for each in first):
+            found.mended += 1
+            self._begin()
+            return
+        if "poisoned" in first:
+            after = self._attempt(self._loaded)
+            if after[0] == self.known[2] or any(each.startswith("told") for each in after):
+                found.poisoned += 1
+            else:
+                found.unusable.append(f"{where}: poisoned, {after}")
+            self._begin()
+            return
+        step = self.known.index(first[0]) if first[0] in self.known else -1
+        if step < 0:
+            found.unusable.append(f"{where}: other bits")
+            self._begin()
+            return
+        self.step = step
+        after = self._attempt(lambda: (self.next(), self._numbers())[1])
+        if after[0] == self.known[step + 1]:
+            found.right += 1
+        elif all(each.startswith("told") for each in after):
+            found.mended += 1
+            self._begin()
+        else:
+            found.unusable.append(f"{where}: then {after} after {step}")
+            self._begin()
+
+    def _loaded(self) -> str:
+        lowtide.load(self.folder / "run", self.model, self.optimizer)
+        self.optimizer.zero_grad()
+        self.step = STEPS + 2
+        self.known_after_load = self._numbers()
+        return self.known[2] if self.known_after_load == self.end or self.rank else "load gives other bits"
+
+
+def disturbed_of_two(rank: int, _: int, folder: Path, options: dict[str, Any], stride: int, seed: int) -> list[Any]:
+    logging.disable()
+    trainee, found = TraineeOfTwo(rank, folder, options), Found()
+    counted = executed(FOLDER, trainee.next)
+    todo: list[Any] = [list(spots(counted, stride, seed))]
+    dist.broadcast_object_list(todo, 0)
+    for number, spot in enumerate(todo[0]):
+        who = 2 if number % 8 else (number // 8) % 2
+        trainee.disturb(spot, KINDS[(number + seed) % len(KINDS)], who, found)
+    return [found.fired, found.right, found.poisoned, found.mended, found.unusable]
