@@ -53,7 +53,9 @@ class Call:
 class Turn:
     """The calls under way, outermost first. ``recover`` is given those that go on, and those that were broken off."""
 
-    def __init__(self, recover: Callable[[Sequence[Call], Sequence[Call]], None], *, alone: bool, patience: Callable[[], float]) -> None:
+    def __init__(
+        self, recover: Callable[[Sequence[Call], Sequence[Call]], None], *, alone: bool, patience: Callable[[], float]
+    ) -> None:
         """``alone``: no other rank waits for what this one does next. ``patience``: seconds that a thread waits for another."""
         self._recover, self._alone, self._patience = recover, alone, patience
         self._lock = threading.RLock()
