@@ -1,4 +1,4 @@
-"""An exception of a signal's handler at any line of a step: Ctrl-C, a time limit, a scheduler's warning, and somebody catches it.
+"""An exception of a signal's handler at any line of a step: Ctrl-C, a time limit, a scheduler's warning, caught by the caller.
 
 Afterwards the process is of use: what the caller does next gives plain PyTorch's bits, as if the step had been taken or had not
 been; or the model says that it is poisoned, and ``lowtide.load`` mends it. Nothing hangs, no other number comes out, and no
@@ -63,7 +63,7 @@ class Kept:
     def sharded(self, folder: Path) -> tuple[nn.Module, Optimizer]:
         model = stack(count=2)
         optimizer = adamw(model)
-        options = {"stage": 3, "comm": lowtide.Comm(bucket_bytes=0, deadline=DEADLINE), **self.options}
+        options: dict[str, Any] = {"stage": 3, "comm": lowtide.Comm(bucket_bytes=0, deadline=DEADLINE), **self.options}
         if self.where is not None:
             options = {**self.where.options(str(folder)), **options}
         lowtide.shard(model, optimizer, **options)
@@ -150,6 +150,7 @@ class Trainee:
         lowtide.save(folder / "run" / "begin", self.model, self.optimizer)
 
     def _begin(self) -> None:
+        torch.set_grad_enabled(True)  # whatever is wrong has been noted
         self.model, self.optimizer = self.kept.sharded(self.folder / "spool")
         self.step = 0
         while self.step < BEGIN:
@@ -268,7 +269,7 @@ class OneOfTwo:
             mine = f"untyped: {error!r}"
         return _everybody(mine)
 
-    def disturb(self, spot: Spot, kind: type[BaseException], mine: bool, found: Found) -> None:  # noqa: FBT001
+    def disturb(self, spot: Spot, kind: type[BaseException], mine: bool, found: Found) -> None:
         if self.step >= STEPS:
             self._begin()
         step, told = self.step, ""

@@ -29,8 +29,8 @@ from lowtide.comm.deadlines import Deadlines
 from lowtide.comm.hang import COMES, DONE, MOVES, Place
 from lowtide.comm.transport import Alone, LinkBroken, Transport
 from lowtide.comm.watch import NEWS, Watch
-from lowtide.tiers.latch import Latch
 from lowtide.errors import Error, InternalError, Mismatch, PeerFailed, Refused
+from lowtide.tiers.latch import Latch
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from lowtide import errors
 from lowtide.comm.channel import Channel
 from lowtide.comm.group import Group
 from lowtide.config import Config
-from lowtide.runtime.ambient import undisturbed
+from lowtide.runtime.ambient import GradMode, undisturbed
 from lowtide.runtime.announcer import Announcer, Verb
 from lowtide.runtime.assembly import Assembly
 from lowtide.runtime.backward_update import BackwardUpdate
@@ -382,9 +382,10 @@ class Engine(Assembly):
         self.check()
         if unit not in self._demanded:
             self.trace("demand", unit.name)
-            self._settle(unit)
-            self._demanded.add(unit)
-            self.residency.pin(unit)
+            with GradMode():
+                self._settle(unit)
+                self._demanded.add(unit)
+                self.residency.pin(unit)
         return function(*args, **kwargs)
 
     def stride_of(self, param: nn.Parameter) -> tuple[int, ...]:

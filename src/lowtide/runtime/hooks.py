@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import NO_WHOLE_COMPILE, Refused
+from lowtide.runtime.ambient import GradMode
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.grads import GradRecord
 from lowtide.runtime.turn import Call, forward, module_call
@@ -58,18 +59,20 @@ def _hook_model(engine: Engine) -> None:
             raise Refused(NO_WHOLE_COMPILE)
         if engine.needs_no_turn:
             return engine.inputs(args, kwargs, outermost=True)
-        call = _begin(engine)
-        hook_new_parameters(engine)
-        inputs = engine.enter_model(call, args, kwargs)
-        call.saved = engine.open_saved()
-        call.ready = True
+        with GradMode():
+            call = _begin(engine)
+            hook_new_parameters(engine)
+            inputs = engine.enter_model(call, args, kwargs)
+            call.saved = engine.open_saved()
+            call.ready = True
         return inputs
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():  # the hook above has refused it
             return output
-        call = _innermost(engine)
-        return engine.leave_model(call, output) if call is not None and call.ready else output
+        with GradMode():
+            call = _innermost(engine)
+            return engine.leave_model(call, output) if call is not None and call.ready else output
 
     engine.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     engine.model.register_forward_hook(after, always_call=True)
@@ -91,16 +94,18 @@ def _hook_unit_module(engine: Engine, module: nn.Module, hosts: set[nn.Module]) 
 
     @never_compiled
     def before(module: nn.Module, args: Any) -> None:
-        call = engine.turn.begin(forward(module_call()))
-        engine.enter_units(call, units)
-        call.saved = engine.open_saved()
-        call.ready = True
+        with GradMode():
+            call = engine.turn.begin(forward(module_call()))
+            engine.enter_units(call, units)
+            call.saved = engine.open_saved()
+            call.ready = True
 
     @never_compiled
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        call = engine.turn.innermost(module_call())
-        if call is not None and call.ready:
-            engine.leave_units(call)
+        with GradMode():
+            call = engine.turn.innermost(module_call())
+            if call is not None and call.ready:
+                engine.leave_units(call)
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after, always_call=True)

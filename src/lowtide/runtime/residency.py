@@ -250,7 +250,7 @@ class Residency(Homes):
     def recover(self, pins: Mapping[Unit, int], *, everything: bool) -> None:
         """Calls were broken off, at any line of this file: from here on units are pinned as often as ``pins`` says.
 
-        ``everything``: nobody computes, and nothing is on its way to or from the disk; no unit need be whole, and no memory taken.
+        ``everything``: nobody computes, and nothing is on its way to or from the disk; no unit need be whole.
         """
         if not everything:
             for unit, place in self._places.items():
@@ -266,7 +266,7 @@ class Residency(Homes):
                 place.reads, place.gather, place.ready = [], None, None
             self._recover(unit, place, pins.get(unit, 0))
         self.forget()
-        for unit, place in self._places.items():
+        for place in self._places.values():
             if place.state is State.HOME:
                 place.slot, place.gather, place.ready, place.reads, place.writes = None, None, None, [], []
                 place.exposed, place.prints = False, []

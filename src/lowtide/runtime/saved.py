@@ -160,8 +160,9 @@ class _Kept:
         self._counted = counted if counted is not None and address and counted.add(tensor, address, unit) else None
 
     def __del__(self) -> None:
-        if self._counted is not None:
-            self._counted.let_go(self._address)
+        counted = getattr(self, "_counted", None)  # an interrupt may have come before there was one
+        if counted is not None:
+            counted.let_go(self._address)
 
     def unpack(self) -> Tensor:
         tensor = self.tensor

@@ -1,10 +1,10 @@
 """Whose turn it is: calls that use one model, one thread at a time; and how it is found that one was broken off.
 
-[Note: a call that did not come to its end] A signal's handler may raise between any two lines of ours, also in a ``finally``: no
-scope is sure to be closed. So every call is noted before it changes anything, together with a frame that is on its thread's
-stack as long as it lasts, and is only struck off when all of it is done. Whoever begins the next call looks: what is noted and on
-no stack was broken off, and ``recover`` puts back what it has left, whatever that is. That may be broken off as well; then the
-call after does it again.
+[Note: a call that did not come to its end] A signal's handler may raise between any two lines of ours, also in a ``finally``:
+no scope is sure to be closed. So every call is noted before it changes anything, together with a frame that is on its thread's
+stack as long as it lasts, and is only struck off when all of it is done. Whoever begins the next call looks: what is noted and
+on no stack was broken off, and ``recover`` puts back what it has left, whatever that is. That may be broken off as well; then
+the call after does it again.
 
 [Note: whose turn] State belongs to the thread that is inside the outermost call. On an accelerator, autograd runs hooks on a
 thread of its own while the caller of backward stands still: as long it is that thread's turn. A pass that computes no gradients
@@ -26,6 +26,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import Refused
+from lowtide.runtime.ambient import GradMode
 from lowtide.runtime.unit import Unit
 from lowtide.torch_internals import CODE_OF_BACKWARD, CODE_OF_MODULE_CALL, backward_under_way
 
@@ -106,7 +107,7 @@ class Turn:
         me, task = threading.get_ident(), backward_under_way()
         if any(call.thread == me or (task is not None and call.task == task) for call in self.calls):
             return True
-        if task is None or not self.calls:
+        if task is None or not self.calls or _was_started_by_python(me):
             return False
         return any(frame.f_code is CODE_OF_BACKWARD for frame in _stack_of(self.calls[-1].thread))
 
@@ -132,18 +133,26 @@ class Turn:
 
 
 class Calling:
-    """``with Calling(turn, what):`` around what is no pass. An exception leaves it noted, so that the next call looks after it."""
+    """``with Calling(turn, what):`` around what is no pass. An exception leaves it noted, for the next call to look after."""
 
     def __init__(self, turn: Turn, what: str) -> None:
-        self._turn, self._what = turn, what
+        self._turn, self._what, self._mode = turn, what, GradMode()
 
     def __enter__(self) -> None:
+        self._mode.__enter__()
         frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         self._call = self._turn.begin(Call(self._what, frame, trains=True))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._mode.__exit__()
         if kind is None:
             self._turn.end(self._call)
+
+
+def _was_started_by_python(thread: int) -> bool:
+    """Whether it is no thread of autograd's own."""
+    found = next((t for t in threading.enumerate() if t.ident == thread), None)
+    return found is not None and not isinstance(found, threading._DummyThread)  # pyright: ignore
 
 
 def module_call() -> FrameType | None:
