@@ -211,7 +211,7 @@ def test_values_are_not_there_for_another_thread() -> None:
     model = stack()
     lowtide.shard(model, adamw(model), stage=3)
     raised: list[BaseException | None] = []
-    later = model.blocks[2].up.weight
+    later = model.get_parameter("blocks.2.up.weight")
     model.blocks[0].register_forward_hook(lambda *_: raised.append(elsewhere(lambda: later.sum())))
     model(batch(0, 0))
     assert [type(error) for error in raised] == [Evicted]

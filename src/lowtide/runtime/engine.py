@@ -194,7 +194,7 @@ class Engine(Assembly):
             self._release_demanded()
         self.turn.end(call)
 
-    def after_forward(self, _: Sequence[Unit]) -> None:
+    def after_forward(self, units: Sequence[Unit]) -> None:
         """It has been computed again."""
         call = self.turn.innermost(None)
         if call is not None and call.ready:
@@ -209,10 +209,8 @@ class Engine(Assembly):
             return False
         if self._backward is not None and self._backward.task == task:
             return True
-        if self._backward is not None and self.turn.is_mine():
-            self.turn.look()
-            if self._backward is not None:
-                return True  # a pass inside it
+        if self._backward is not None and self.turn.is_mine() and self._goes_on():
+            return True  # this pass is inside it
         this = _Pass()
         call = Call("a backward pass", backward_call(), trains=True, witness=weakref.ref(this))
         at_end_of_backward(functools.partial(self._end_backward, this))
@@ -229,6 +227,11 @@ class Engine(Assembly):
         self.placer.clock.backward_begins()
         self.budget.look("backward begins")
         return True
+
+    def _goes_on(self) -> bool:
+        """Whether the outermost backward pass was not broken off."""
+        self.turn.look()
+        return self._backward is not None
 
     def needed_in_backward(self, unit: Unit) -> None:
         """Autograd unpacks a view of ``unit``'s parameters."""

@@ -473,7 +473,7 @@ class Residency(Homes):
         changed = differing(unit, place.prints, now)
         if changed:
             self._found(unit, place, changed)
-        place.exposed = bool(place.pins) or (self._alone and place.slot is not None and place.slot.held)
+        place.exposed = bool(place.pins) or (self._alone and _is_held(place))
         if not self._alone and not place.pins:
             place.prints = []  # other ranks may write now
 
@@ -623,6 +623,10 @@ def _evict(unit: Unit, place: Place) -> None:
             if param.__class__ is not EvictedParameter:  # or it was broken off, and is done again
                 param.data = nothing
                 param.__class__ = EvictedParameter
+
+
+def _is_held(place: Place) -> bool:
+    return place.slot is not None and place.slot.held
 
 
 def _is_evicted(unit: Unit, place: Place, index: int) -> bool:

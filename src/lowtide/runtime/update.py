@@ -326,7 +326,7 @@ class Update:
         """Show the optimizer pieces instead of parameters."""
         groups = [[self.pieces[p] for p in group["params"]] for group in optimizer.param_groups]
         pieces = [piece for group in groups for piece in group]
-        targets = {p.record.param: p.target for p in pieces}
+        targets: dict[Any, Tensor] = {p.record.param: p.target for p in pieces}
         states = cast("dict[Any, Any]", optimizer.state).items()
         shown = self._shown = Shown(optimizer, {p.target: p.record.param for p in pieces})
         try:
