@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lowtide
-from lowtide.errors import Error, Poisoned
+from lowtide.errors import Error, Poisoned, Refused
 from tests.kit.crashes import apart
 from tests.kit.dist import run_ranks
 from tests.kit.interrupts import Spot, executed, interrupted
@@ -197,7 +197,7 @@ class Trainee:
     def _attempt(self, run: Callable[[], bool]) -> str:
         try:
             return "right" if run() else "other bits"
-        except Poisoned:
+        except (Poisoned, Refused):  # also of a second backward, with an update in backward that no step has followed
             return "poisoned"
         except BaseException as error:
             return f"{type(error).__name__}: {error}"
