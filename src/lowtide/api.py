@@ -229,9 +229,10 @@ def clip_grad_norm_(
     engine, params = _engine_and_params(model)
     if engine is None:
         return clipping.clip_norm_of_plain(params, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
-    _refuse_used_up(engine)
-    refuse_unreduced(engine.grads.by_param.values())
-    return clipping.clip_norm(engine, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+    with engine.calling("lowtide.clip_grad_norm_()"):
+        _refuse_used_up(engine)
+        refuse_unreduced(engine.grads.by_param.values())
+        return clipping.clip_norm(engine, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
@@ -240,8 +241,9 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
     if engine is None:
         clipping.clamp(params, clip_value)
         return
-    _refuse_used_up(engine)
-    clipping.clip_value(engine, clip_value)
+    with engine.calling("lowtide.clip_grad_value_()"):
+        _refuse_used_up(engine)
+        clipping.clip_value(engine, clip_value)
 
 
 @contextmanager
@@ -274,8 +276,9 @@ def set_memory(model: nn.Module, memory: int | float | str) -> None:
         raise ArgumentError("memory is None; give a number of bytes, such as '2GiB'.")
     if engine.budget.limit is None:
         raise Refused("this model was sharded without a memory number; give memory= to lowtide.shard first.")
-    engine.announcer.refuse_alone("lowtide.set_memory()")
-    engine.set_memory(nbytes)
+    with engine.calling("lowtide.set_memory()"):
+        engine.announcer.refuse_alone("lowtide.set_memory()")
+        engine.set_memory(nbytes)
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def save(
         progress=progress,
         may_link=link,
     )
-    with engine.group.deadlines.relaxed():
+    with engine.calling("lowtide.save()"), engine.group.deadlines.relaxed():
         saving = _save.save(engine, _sharded(optimizer), wish)
     if engine.recorder is not None:
         engine.recorder.mark("checkpoint", str(path))
@@ -76,7 +76,7 @@ def load(
     engine.announcer.refuse_alone("lowtide.load()")
     _save.finish(engine)
     wish = _load.Wish(path=Path(os.path.abspath(path)), state=dict(state or {}), strict=strict, progress=progress)
-    with engine.group.deadlines.relaxed():
+    with engine.calling("lowtide.load()"), engine.group.deadlines.relaxed():
         return _load.load(engine, _sharded(optimizer), wish).extra
 
 

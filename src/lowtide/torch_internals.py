@@ -37,6 +37,12 @@ IGNORE_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """A ``__torch_function__`` for subclasses that work at the level of ``__torch_dispatch__`` only."""
 
 
+CODE_OF_MODULE_CALL: Any = nn.Module._call_impl.__code__
+"""What runs as long as a module's call with its hooks lasts."""
+CODE_OF_BACKWARD: Any = torch.autograd.graph._engine_run_backward.__code__
+"""And what as long as a backward pass, on the thread that began it."""
+
+
 def storage_use_count(tensor: Tensor) -> int:
     """How many tensors and storages refer to ``tensor``'s memory."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
@@ -66,6 +72,17 @@ def profile_under_way() -> bool:
 def innermost_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """The pack and unpack functions that would be used for a tensor saved now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def close_saved_tensor_hooks(down_to: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
+    """Close the hooks that were opened on this thread inside those of ``down_to``, or all."""
+    while (top := innermost_saved_tensor_hooks()) is not None and (down_to is None or top[0] is not down_to[0]):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def close_innermost_saved_tensor_hooks() -> None:
+    """Close the innermost hooks on this thread."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def without_torch_function() -> AbstractContextManager[Any]:

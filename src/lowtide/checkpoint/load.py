@@ -108,6 +108,7 @@ def _first(
         passed_over.append(loaded)
         if engine.group.rank == 0:
             _log.warning("passed over: %s", loaded)
+    engine.loading = False
     raise NoCheckpoint(f"none of the checkpoints there can be loaded: {'; '.join(passed_over)}", str(wish.path))
 
 
@@ -174,7 +175,7 @@ def _try(engine: Engine, optimizer: Optimizer | None, wish: Wish, listed: _Liste
             opened[0].compare()
 
         def read_it() -> None:
-            engine.poisoned_by = "loading a checkpoint failed half-way"
+            engine.poisoned_by, engine.loading = "loading a checkpoint failed half-way", True
             opened[0].run()
 
         problem = _on_all(engine, path, open_it) or _on_all(engine, path, read_it)
@@ -356,6 +357,7 @@ class _Loading:
         engine.after_load()
         if self._random is not None:
             rng.restore(self._random)
+        engine.loading = False
         for name, value in self._state.items():
             self._wish.state[name].load_state_dict(value)
         return self._extra

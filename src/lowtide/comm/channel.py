@@ -30,6 +30,7 @@ from lowtide.comm.hang import COMES, DONE, MOVES, Place
 from lowtide.comm.transport import Alone, LinkBroken, Transport
 from lowtide.comm.watch import NEWS, Watch
 from lowtide.errors import Error, InternalError, Mismatch, PeerFailed, Refused
+from lowtide.tiers.latch import Latch
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ class Ticket(Generic[T]):
         self._channel = channel
         self._work = work
         self._note = note
-        self._finished = threading.Event()
+        self._finished = Latch()
         self.agreed = False  # all ranks have shown their header: from here on every rank takes part
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -100,11 +101,11 @@ class Ticket(Generic[T]):
     @property
     def done(self) -> bool:
         """Whether ``wait`` returns, or raises, at once."""
-        return self._finished.is_set()
+        return self._finished.is_set
 
     def done_within(self, seconds: float) -> bool:
         """Whether the work is done, or becomes so in time; whatever came of it is for ``wait``."""
-        if self._finished.is_set():
+        if self._finished.is_set:
             return True
         since = time.monotonic()
         done = self._finished.wait(seconds)
@@ -113,7 +114,7 @@ class Ticket(Generic[T]):
 
     def wait(self) -> T:
         """Block until the work is done on this rank."""
-        if not self._finished.is_set():
+        if not self._finished.is_set:
             since = time.monotonic()
             while not self._finished.wait(_SLICE):
                 self._channel.look_up(self.label, since=since, agreed=self.agreed)

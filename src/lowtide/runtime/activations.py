@@ -15,6 +15,7 @@ from lowtide.runtime.recompute import Pinning, Recompute, modules_to_wrap
 from lowtide.runtime.residency import Residency
 from lowtide.runtime.saved import SavedViews
 from lowtide.runtime.spill import Spill
+from lowtide.runtime.turn import Call
 from lowtide.runtime.unit import Unit
 from lowtide.tiers.store import Store
 from lowtide.torch_internals import backward_under_way, is_recorded, under_transform
@@ -82,6 +83,17 @@ class Activations:
         self.saved.leave()
         self._placer.guard.outside_units()
         self._budget.look(_moment("ends", units))
+
+    def recover(self, kept: Sequence[Call], broken: Sequence[Call]) -> None:
+        """Calls were broken off, inside those that are kept or all."""
+        computing = [call for call in kept if call.is_forward and call.units is not None]
+        self.saved.recover(len(computing), [c.saved for c in broken if c.saved is not None] if kept else None)
+        if not kept:
+            self._placer.guard.outside_units()
+            if self._recompute is not None:
+                self._recompute.put_back()
+            if self.saved.spill is not None:
+                self.saved.spill.recover()
 
     def _stays_in_memory(self, address: int) -> bool:
         return address in self._residents

@@ -22,6 +22,18 @@ from lowtide.torch_internals import (
 )
 
 
+class GradMode:
+    """``with`` this gradients are on afterwards if they were before, whatever is raised inside: a signal's handler may run just
+    before ``torch.no_grad()`` puts back what it found."""
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+
+    def __exit__(self, *_: object) -> None:
+        if torch.is_grad_enabled() is not self._before:
+            torch.set_grad_enabled(self._before)
+
+
 def disturbed() -> bool:
     """Whether anything is on that would change what an optimizer does, were it run now."""
     on = torch.is_inference_mode_enabled() or any_torch_function_mode() or any_dispatch_mode()

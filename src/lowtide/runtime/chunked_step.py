@@ -30,6 +30,7 @@ from lowtide.runtime.optimizer_copy import (
     plain_step,
     shared_state,
 )
+from lowtide.runtime.shown import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class ChunkedStep:
         """Whether any tensor may have changed."""
         self.options: list[dict[str, Any]] = []
         """What the groups' options were when the first call had run: with those all others run, too."""
+        self.shown: Shown | None = None
+        """What the caller's own optimizer shows, while it runs."""
         self._small: dict[Any, Any] = {}
         self._at_finish: dict[Hashable, Callable[[], None]] = {}
 
@@ -119,15 +122,15 @@ class ChunkedStep:
     @contextmanager
     def _showing(self, runner: Optimizer, lists: dict[int, list[nn.Parameter]], entries: Sequence[Entry]) -> Generator[None]:
         """``runner`` with only these tensors in its groups, and only their states."""
-        state, params = runner.state, [group["params"] for group in runner.param_groups]
-        shown: Any = {key: copied(value) for key, value in shared_state(runner).items()}
-        runner.state = defaultdict(dict, shown | {entry.target: entry.state for entry in entries})
-        for index, group in enumerate(runner.param_groups):
-            group["params"] = lists[index]
+        state: dict[Any, Any] = {key: copied(value) for key, value in shared_state(runner).items()}
+        shown = Shown(runner)
+        if runner is self._optimizer:
+            self.shown = shown
         try:
+            targets = [lists[index] for index in range(len(runner.param_groups))]
+            shown.show(targets, state | {entry.target: entry.state for entry in entries})
             with undisturbed(self._default_dtype) if self._in_a_pass else torch.no_grad():
                 yield
         finally:
-            runner.state = state
-            for group, own in zip(runner.param_groups, params, strict=True):
-                group["params"] = own
+            shown.put_back()
+            self.shown = None

@@ -94,14 +94,18 @@ class StepClock:
             self.passes += 1
         self.backward_since = None
 
+    def forget_passes(self) -> None:
+        """What was under way was broken off."""
+        self._computing.clear()
+        self._ranges.clear()
+        self._backward_range.clear()
+        self.backward_since = None
+
     def end_step(self) -> float | None:
         """A step is over: its seconds since the step before was, if there was one. Begins anew."""
         now = time.perf_counter()
         seconds = now - self._step_since if self._step_since is not None else None
         self._step_since = now
         self.forward, self.backward, self.passes, self.stood_still = {}, 0.0, 0, 0.0
-        self._computing.clear()
-        self._ranges.clear()
-        self._backward_range.clear()
-        self.backward_since = None
+        self.forget_passes()
         return seconds

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from lowtide import errors
 from lowtide.comm.channel import Channel
 from lowtide.comm.group import Group
 from lowtide.config import Config
-from lowtide.runtime.ambient import undisturbed
+from lowtide.runtime.ambient import GradMode, undisturbed
 from lowtide.runtime.announcer import Announcer, Verb
 from lowtide.runtime.assembly import Assembly
 from lowtide.runtime.backward_update import BackwardUpdate
@@ -28,6 +30,7 @@ from lowtide.runtime.grads import refuse_unreduced
 from lowtide.runtime.inputs import prepare_inputs
 from lowtide.runtime.outputs import tensors_in
 from lowtide.runtime.prefetch import Successors
+from lowtide.runtime.turn import Call, Calling, Turn, backward_call
 from lowtide.runtime.unit import Unit
 from lowtide.spec.units import UnitSpec
 from lowtide.torch_internals import (
@@ -63,6 +66,14 @@ class _Pass:
     """Held by the callback at the end of one backward pass, and by nobody else: gone if the pass failed."""
 
 
+class Lent:
+    """Units that a caller has in a ``with`` block of his, which may have other calls inside and outlives those."""
+
+    def __init__(self) -> None:
+        self.units: Sequence[Unit] = ()
+        self.is_open = False  # between the end of its beginning and the beginning of its end
+
+
 class Engine(Assembly):
     """What happens to one sharded model, moment by moment."""
 
@@ -82,10 +93,14 @@ class Engine(Assembly):
         self.crossing = Crossing(config, group, self.exchange)
         self.optimizers: list[weakref.ref[Optimizer]] = []  # in the order in which they were sharded
         self._forward_order, self._backward_order = Successors(), Successors()
-        self._depth = 0  # of forward passes under way: root or unit
-        self._backward: weakref.ref[_Pass] | None = None  # the outermost backward under way; dies with it
+        self.turn = Turn(self.recover, alone=group.size == 1, patience=lambda: group.deadlines.seconds)
+        self._backward: Call | None = None  # the outermost backward under way
         self._watched = WeakTensorKeyDictionary()  # outputs that have our hook: a leaf is one again and again
         self._demanded: set[Unit] = set()  # pinned outside their modules, until the pass ends
+        self.lent: list[Lent] = []
+        self.loading = False
+        """Whether a checkpoint is being loaded, and what is there is a mixture."""
+        self._changing = False  # an update has begun, and it is not known yet that all of it is done
         self.poisoned_by: str | None = None  # why nobody may use the model before it is loaded anew
         self._touch: Touch | None = None
         self.grad_facts.before_change = self._settle
@@ -98,20 +113,30 @@ class Engine(Assembly):
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def enter_model(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    @property
+    def needs_no_turn(self) -> bool:
+        """Whether a forward pass would change nothing here, and wait for nobody: then any number of threads may run one."""
+        resident = self.store is None and not self.config.stage.parameters and not self.activations.handled
+        return (
+            resident and self.group.size == 1 and self.config.run is None and self.poisoned_by is None
+        ) and not torch.is_grad_enabled()
+
+    def inputs(self, args: Any, kwargs: Any, *, outermost: bool) -> tuple[Any, ...]:
+        """The arguments of the model as its parameters need them."""
+        return tuple(prepare_inputs(x, self.config.precision, self.scale, outermost=outermost) for x in (args, kwargs))
+
+    def enter_model(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """The model's forward begins."""
         self.check()
-        if backward_under_way() is None and self._depth == 0:
+        if backward_under_way() is None and self.turn.depth == 0:
             self._begin_forward()
             self.activations.enter_model(self.model, tensors_in((args, kwargs)))
-        self._depth += 1
-        prepared = (prepare_inputs(x, self.config.precision, self.scale, outermost=self._depth == 1) for x in (args, kwargs))
-        return tuple(prepared)
+        call.is_forward = True
+        return self.inputs(args, kwargs, outermost=self.turn.depth == 1)
 
     @_aside
     def _begin_forward(self) -> None:
         self.group.watch.phase = "in forward"
-        self._reset_after_failure()
         self._forward_order.restart()
         if self.buffers.will_send or self.residency.gathers:
             self.announcer.say(Verb.FORWARD, int(self.buffers.will_send))
@@ -124,20 +149,21 @@ class Engine(Assembly):
         if torch.is_grad_enabled() and self.residency.pinned() is None:
             self.placer.before_forward(self.shelves)
 
-    def leave_model(self, output: Any) -> Any:
+    def leave_model(self, call: Call, output: Any) -> Any:
         """The model's forward is over, with a result or an exception."""
-        self._depth -= 1
-        if self._depth == 0 and backward_under_way() is None:
+        self.activations.saved.close(call.saved)
+        call.saved, call.is_forward = None, False
+        if self.turn.depth == 0 and backward_under_way() is None:
             self._end_forward()
-        if not torch.is_grad_enabled():
-            return output
-        if self._depth == 0:
-            output = self.scale.on_output(output)
-        # The first thing a backward pass reaches: it tells the outermost pass from those that checkpoints nest in it.
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor not in self._watched:
-                tensor.register_hook(self._on_output_gradient)
-                self._watched[tensor] = None
+        if torch.is_grad_enabled():
+            if self.turn.depth == 0:
+                output = self.scale.on_output(output)
+            # The first thing a backward pass reaches: it tells the outermost pass from those that checkpoints nest in it.
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and tensor not in self._watched:
+                    tensor.register_hook(self._on_output_gradient)
+                    self._watched[tensor] = None
+        self.turn.end(call)
         return output
 
     @_aside
@@ -159,27 +185,24 @@ class Engine(Assembly):
         self.activations.saved.close(context)
 
     @_aside
-    def before_forward(self, units: Sequence[Unit]) -> None:
-        """A module that needs ``units`` begins."""
+    def enter_units(self, call: Call, units: Sequence[Unit]) -> None:
+        """A module that needs ``units`` begins. What goes wrong here is put right by the next call: see ``recover``."""
         self.check()
-        if self._depth == 0 and backward_under_way() is None:
+        if self.turn.depth == 0 and backward_under_way() is None:
             self.announcer.say(Verb.LOOK)  # a part of the model is called by itself
-        self._depth += 1
+        call.units, call.is_forward = units, True
         self.activations.enter(units)
-        pinned: list[Unit] = []
-        try:
-            for unit in units:
-                self._settle(unit)
-                self.residency.pin(unit)
-                pinned.append(unit)
-            self._look_ahead(units)
-        except BaseException:
-            self._depth -= 1
-            self.activations.leave(units)
-            for unit in pinned:
-                self.residency.unpin(unit)
-            raise
+        for unit in units:
+            self._settle(unit)
+            self.residency.pin(unit)
+        self._look_ahead(units)
         self.placer.clock.enter(units if torch.is_grad_enabled() else ())
+
+    def before_forward(self, units: Sequence[Unit]) -> None:
+        """A module that needs ``units`` is computed again."""
+        call = self.turn.begin(Call("a forward pass", None, trains=True))
+        self.enter_units(call, units)
+        call.ready = True
 
     def _look_ahead(self, units: Sequence[Unit]) -> None:
         """Start bringing the units that are expected after ``units``."""
@@ -191,15 +214,25 @@ class Engine(Assembly):
                     self.due.expect(following)
 
     @_aside
-    def after_forward(self, units: Sequence[Unit]) -> None:
+    def leave_units(self, call: Call) -> None:
         """That module is done."""
+        self.activations.saved.close(call.saved)
+        call.saved = None
         self.placer.clock.leave()
-        self._depth -= 1
+        call.is_forward = False
+        units = call.units or ()
         self.activations.leave(units)
         for unit in units:
             self.residency.unpin(unit)
-        if self._depth == 0 and backward_under_way() is None:
+        if self.turn.depth == 0 and backward_under_way() is None:
             self._release_demanded()
+        self.turn.end(call)
+
+    def after_forward(self, units: Sequence[Unit]) -> None:
+        """It has been computed again."""
+        call = self.turn.innermost(None)
+        if call is not None and call.ready:
+            self.leave_units(call)
 
     def as_if_computed_again(self, units: Sequence[Unit]) -> None:
         """Other ranks may compute ``units`` again here, and gather them for it."""
@@ -216,33 +249,48 @@ class Engine(Assembly):
     @_aside
     def _in_backward(self) -> bool:
         """Whether a backward pass is under way here; its end is awaited from the first time this is asked."""
-        if backward_under_way() is None:
+        task = backward_under_way()
+        if task is None:
             return False
-        if self._backward is None or self._backward() is None:
-            self._reset_after_failure()
-            self.update.forget_expected()  # of units that the forward pass did not reach
-            if self.backward_update is not None:
-                self.backward_update.refuse_second_pass()
-                if self._depth == 0 and (unit := self.residency.pinned()) is not None:
-                    raise errors.Refused(
-                        f"loss.backward() with update='backward' inside gathered() of unit {unit.name!r}; leave it first: "
-                        f"graphs made inside can be walked outside."
-                    )
-            self.announcer.say(Verb.BACKWARD)
-            self.group.watch.phase = "in backward"
-            this = _Pass()
-            self._backward = weakref.ref(this, functools.partial(_pass_has_failed, weakref.ref(self)))
-            self._backward_order.restart()
-            self.placer.clock.backward_begins()
-            self.budget.look("backward begins")
-            at_end_of_backward(functools.partial(self._end_backward, this))
+        if self._backward is not None and self._backward.task == task:
+            return True
+        if self._backward is not None and self.turn.is_mine() and self._goes_on():
+            return True  # this pass is inside it
+        this = _Pass()
+        call = Call("a backward pass", backward_call(), trains=True, witness=weakref.ref(this))
+        at_end_of_backward(functools.partial(self._end_backward, this))
+        del this  # or what is raised here would keep it
+        self.turn.begin(call)
+        self.check()
+        self._backward = call
+        if (alive := call.witness and call.witness()) is not None:
+            call.witness = weakref.ref(alive, functools.partial(_pass_has_failed, weakref.ref(self)))
+            del alive
+        self.update.forget_expected()  # of units that the forward pass did not reach
+        if self.backward_update is not None:
+            self.backward_update.refuse_second_pass()
+            if self.turn.depth == 0 and (unit := self.residency.pinned()) is not None:
+                raise errors.Refused(
+                    f"loss.backward() with update='backward' inside gathered() of unit {unit.name!r}; leave it first: "
+                    f"graphs made inside can be walked outside."
+                )
+        self.announcer.say(Verb.BACKWARD)
+        self.group.watch.phase = "in backward"
+        self._backward_order.restart()
+        self.placer.clock.backward_begins()
+        self.budget.look("backward begins")
         return True
+
+    def _goes_on(self) -> bool:
+        """Whether the outermost backward pass was not broken off."""
+        self.turn.look()
+        return self._backward is not None
 
     @_aside
     def needed_in_backward(self, unit: Unit) -> None:
         """Autograd unpacks a view of ``unit``'s parameters."""
-        self.check()
         self._in_backward()
+        self.check()
         if self._backward_order.observe(unit):
             count = self.config.comm.prefetch
             ahead = self._backward_order.after(unit, count) or self._forward_order.before(unit, count)
@@ -256,8 +304,8 @@ class Engine(Assembly):
     @_aside
     def grad_arriving(self, key: int, grad: Tensor, *, watched: bool) -> None:
         """Autograd is about to accumulate the gradient of parameter ``key``; ``watched``: hooks of the caller's will see it."""
-        self.check()
         self._in_backward()
+        self.check()
         self._settle(self.grads.by_key[key].unit)
         self.grads.arriving(self.grads.by_key[key], grad, watched=watched)
 
@@ -285,18 +333,22 @@ class Engine(Assembly):
 
     @_aside
     def _end_backward(self, _: _Pass) -> None:
+        call = self._backward
+        if call is None:  # it was refused when it began
+            return
+        self.finish_backward()
         self._backward = None
+        self.turn.end(call)
+
+    def finish_backward(self) -> None:
+        """Reduce what is left, and let go of what was needed. If it fails, the next call looks after that: see ``recover``."""
         self.grads.divide_by(self.scale.value)
-        try:
-            with self.announcer.doing(Verb.FINISH if self.grads.active and self.grads.sync else Verb.LOOK):
-                with self.placer.clock.reducing():
-                    self.grads.finish()
-                if self.backward_update is not None:
-                    with undisturbed():
-                        self._or_poison(self.backward_update.finish)
-        except BaseException:
-            self._abandon_backward()
-            raise
+        with self.announcer.doing(Verb.FINISH if self.grads.active and self.grads.sync else Verb.LOOK):
+            with self.placer.clock.reducing():
+                self.grads.finish()
+            if self.backward_update is not None:
+                with undisturbed():
+                    self._or_poison(self.backward_update.finish)
         self._release_demanded()
         self.residency.forget()
         self.activations.backward_ended()
@@ -305,28 +357,19 @@ class Engine(Assembly):
 
     def _or_poison(self, run: Callable[[], None]) -> None:
         """Run a part of an update. If it fails after the first change, nobody may use the model any more."""
+        self._changing = True
         try:
             run()
         except BaseException as error:
-            if self.update.begun or self.due.under_way:
-                self.poisoned_by = f"{type(error).__name__}: {error}"
+            self._poison(f"{type(error).__name__}: {error}")
             raise
+        self._changing = False
 
-    def _reset_after_failure(self) -> None:
-        """A backward pass that raised never reached its end: autograd has dropped our callback, and what it held with it."""
-        if self._backward is not None and self._backward() is None:
-            self._backward = None
-            try:
-                self.grads.abandon()
-            finally:
-                self._abandon_backward()
-
-    def _abandon_backward(self) -> None:
-        if self.backward_update is not None:
-            self.backward_update.abandon()
-            if self.update.begun and self.poisoned_by is None:
-                self.poisoned_by = "a backward pass failed after it had updated some units"
-        self._release_demanded()
+    def _poison(self, why: str) -> None:
+        """A part of an update came to nothing, for a reason that is not known if not told before."""
+        if self._changing and (self.update.begun or self.due.under_way) and self.poisoned_by is None:
+            self.poisoned_by = why
+        self._changing = False
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
@@ -335,7 +378,6 @@ class Engine(Assembly):
         self.trace("step", "")
         self.group.watch.phase = "in the update"
         self.settle()
-        self._reset_after_failure()
         refuse_unreduced(self.grads.by_param.values())
         if (unit := self.residency.pinned()) is not None:
             raise errors.Refused(f"optimizer.step() inside gathered() or a forward pass of unit {unit.name!r}; leave it first.")
@@ -359,6 +401,7 @@ class Engine(Assembly):
             self.poisoned_by = f"a hook before optimizer.step() raised after update='backward' had done it: {error!r}"
 
     def _update(self, optimizer: Optimizer) -> None:
+        self.update.forget_last()
         updated = self.due.begin(optimizer) if self.placer.steady else None
         if updated is None:
             self.placer.before_update()
@@ -371,7 +414,7 @@ class Engine(Assembly):
         """From the next step on the ranks of this host may use ``limit`` bytes of its memory together."""
         self.check()
         self.placer.set_memory(limit // self.local_ranks)
-        if self._depth == 0 and backward_under_way() is None and self.residency.pinned() is None:
+        if self.turn.depth == 0 and backward_under_way() is None and self.residency.pinned() is None:
             self.placer.apply_now(self.shelves)
 
     def parameters_written(self, units: Iterable[Unit]) -> None:
@@ -392,12 +435,13 @@ class Engine(Assembly):
 
     def touch(self, param: nn.Parameter, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """An evicted parameter is used. Inside a pass its unit comes on demand; elsewhere that is a mistake."""
-        if self._touch is not None:
-            return self._touch(param, function, args, kwargs)
-        unit = self.unit_of[param]
         if is_tracing():
             raise errors.Refused(errors.NO_WHOLE_COMPILE)
-        if self._depth == 0 and not self._in_backward():
+        is_mine = self.turn.is_mine()
+        if self._touch is not None and is_mine:
+            return self._touch(param, function, args, kwargs)
+        unit = self.unit_of[param]
+        if not (is_mine and self.turn.depth) and not self._in_backward():
             raise errors.Evicted(self.name_of[param], unit.name, getattr(function, "__name__", str(function)))
         self.check()
         if unit not in self._demanded:
@@ -407,9 +451,10 @@ class Engine(Assembly):
     @_aside
     def _demand(self, unit: Unit) -> None:
         self.trace("demand", unit.name)
-        self._settle(unit)
-        self.residency.pin(unit)
-        self._demanded.add(unit)
+        with GradMode():
+            self._settle(unit)
+            self._demanded.add(unit)
+            self.residency.pin(unit)
 
     def stride_of(self, param: nn.Parameter) -> tuple[int, ...]:
         unit = self.unit_of[param]
@@ -430,18 +475,61 @@ class Engine(Assembly):
             self.residency.unpin(unit)
         self._demanded.clear()
 
-    def recover(self) -> None:
-        """An interrupt left forward passes without their closing hooks running."""
-        self._depth = 0
+    # -- after a call that was broken off -----------------------------------------------------------------------------
+
+    def calling(self, what: str) -> Calling:
+        """``with`` this around a call of the caller's that is no pass."""
+        return Calling(self.turn, what)
+
+    def give_back(self, lent: Lent, *, keep: bool) -> None:
+        """A caller's ``with`` block is over."""
+        with self.calling("gathered()"):
+            if lent not in self.lent:
+                return  # it never began, or the call that ended it was broken off
+            lent.is_open = False
+            for unit in lent.units:
+                self.residency.unpin(unit, keep=keep)
+            self.residency.forget(lent.units)
+            self.lent.remove(lent)
+
+    def recover(self, kept: Sequence[Call], broken: Sequence[Call]) -> None:
+        """Calls were broken off, at any line of ours. Put back what they have left; ``kept`` are those around them.
+
+        This may be broken off as well: every part says how things are to be, not what has to change, so that it can be done
+        again from the beginning.
+        """
+        if not kept:
+            self._recover_passes()
+        self.activations.recover(kept, broken)
+        pins = Counter(unit for call in kept for unit in call.units or ())
+        pins.update(unit for lent in self.lent if lent.is_open for unit in lent.units)
+        pins.update(self._demanded)
+        self.residency.recover(pins, everything=not kept)
+
+    def _recover_passes(self) -> None:
+        self._touch = None
+        self.update.put_back()
+        self._poison("an update was broken off")
+        if self.loading:
+            self.poisoned_by, self.loading = "loading a checkpoint was broken off", False
+        self.grads.abandon()
+        if self.backward_update is not None:
+            self.backward_update.abandon()
+            if self.update.begun and self.poisoned_by is None:
+                self.poisoned_by = "a backward pass failed after it had updated some units"
+        self._backward = None
         self._demanded.clear()
-        self.activations.saved.reset()
-        self.residency.unpin_all()
+        self.placer.clock.forget_passes()
+        self.budget.skip()
+        if self.store is not None:
+            with suppress(errors.Error):  # told by whoever needs the bytes
+                self.store.drain()
+        self.update.give_back_buffers()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise if the model may not be used any more."""
-        self._reset_after_failure()
         self.residency.tell_lost()
         if (reason := self.poisoned_by or self.residency.damaged_by) is not None:
             raise errors.Poisoned(reason)
@@ -531,7 +619,7 @@ def _note_written(engine: Engine, written: Sequence[nn.Parameter]) -> None:
 def follow_backward(engine: Engine) -> None:
     """Other ranks have run a backward pass: reduce with them, with nothing of this rank's own."""
     engine.grads.active = True
-    engine._end_backward(_Pass())  # pyright: ignore[reportPrivateUsage]
+    engine.finish_backward()
 
 
 def forget_order(engine: Engine) -> None:

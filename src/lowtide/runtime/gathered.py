@@ -9,7 +9,7 @@ from torch import nn
 
 from lowtide.errors import Refused
 from lowtide.runtime.announcer import Verb
-from lowtide.runtime.engine import Engine
+from lowtide.runtime.engine import Engine, Lent
 from lowtide.runtime.unit import Unit
 from lowtide.runtime.writes import differing
 
@@ -22,39 +22,38 @@ def gathered(engine: Engine, params: Sequence[nn.Parameter], *, write: bool) -> 
     pass. If the block ends with an exception, one rank keeps what was written until then, as in plain PyTorch; several keep
     none of it.
     """
-    engine.settle()
-    if write:
-        if engine.backward_update is not None and engine.backward_update.waits_for_step:
-            raise Refused(
-                "gathered(write=True) between backward and step(): update='backward' has updated the parameters already. "
-                "Write after optimizer.step(), or use update='step'."
-            )
-        engine.announcer.refuse_alone("gathered(write=True)")
-    else:
-        engine.announcer.say(Verb.LOOK)
-    residency = engine.residency
-    units = sorted({engine.unit_of[p] for p in params}, key=lambda u: u.index)
-    pinned: list[Unit] = []
+    residency, lent = engine.residency, Lent()
+    with engine.calling("gathered()"):
+        engine.settle()
+        if write:
+            if engine.backward_update is not None and engine.backward_update.waits_for_step:
+                raise Refused(
+                    "gathered(write=True) between backward and step(): update='backward' has updated the parameters already. "
+                    "Write after optimizer.step(), or use update='step'."
+                )
+            engine.announcer.refuse_alone("gathered(write=True)")
+        else:
+            engine.announcer.say(Verb.LOOK)
+        lent.units = sorted({engine.unit_of[p] for p in params}, key=lambda u: u.index)
+        for unit in lent.units:
+            residency.pin(unit, private=True)
+        before = {unit: residency.prints(unit) for unit in lent.units}
+        engine.lent.append(lent)
+        lent.is_open = True
+    saved = engine.open_saved()
     keep = write and engine.group.size == 1
     try:
-        for unit in units:
-            residency.pin(unit, private=True)
-            pinned.append(unit)
-        before = {unit: residency.prints(unit) for unit in units}
-        saved = engine.open_saved()
-        try:
-            yield
-        finally:
-            engine.close_saved(saved)
-        if write:
-            _make_everybodys(engine, before)
-            keep = True
-        else:
-            _refuse_changes(engine, before)
+        yield
+        engine.close_saved(saved)
+        with engine.calling("gathered()"):
+            if write:
+                _make_everybodys(engine, before)
+                keep = True
+            else:
+                _refuse_changes(engine, before)
     finally:
-        for unit in pinned:
-            residency.unpin(unit, keep=keep)
-        residency.forget(pinned)
+        engine.close_saved(saved)
+        engine.give_back(lent, keep=keep)
 
 
 def _make_everybodys(engine: Engine, before: dict[Unit, list[int]]) -> None:

@@ -339,8 +339,8 @@ class Grads:
         for record in there:
             # One that the caller holds may be put back, and must be known again.
             if record.param.grad is None and record.store is not None and sys.getrefcount(record.shown) <= 2:
-                self._ledger.remove("gradients", record.store.nbytes)
-                record.store = record.shown = None
+                nbytes, record.store, record.shown = record.store.nbytes, None, None
+                self._ledger.remove("gradients", nbytes)
         if there:
             self.kept_in_forward = bool(self.kept_in_forward) or any(record.store is not None for record in there)
 
@@ -549,12 +549,13 @@ class Grads:
             param, dtype = unit.layout.params[index], unit.dtypes[index]
             lo, hi = self.kept_range(unit, index)
             with torch.inference_mode(mode=False):  # backward may be called inside it, and the reduction is not
-                record.store = torch.empty(hi - lo, dtype=dtype.gradient, device=record.param.device)
-            self._ledger.add("gradients", record.store.nbytes)
+                store = torch.empty(hi - lo, dtype=dtype.gradient, device=record.param.device)
             if self._cut or dtype.gradient is not dtype.param:
-                record.shown = self._sharded(record, record.store)
+                shown = self._sharded(record, store)
             else:
-                record.shown = record.store.as_strided(param.shape, param.stride)
+                shown = store.as_strided(param.shape, param.stride)
+            self._ledger.add("gradients", store.nbytes)
+            record.store, record.shown = store, shown  # both or none
         return record.store
 
     def _make_room(self, unit: Unit, present: list[bool]) -> None:

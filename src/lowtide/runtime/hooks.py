@@ -2,76 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import NO_WHOLE_COMPILE, Refused
+from lowtide.runtime.ambient import GradMode
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.grads import GradRecord
+from lowtide.runtime.turn import Call, forward, module_call
 from lowtide.spec.units import needs
 from lowtide.torch_internals import grad_hooks_of, never_compiled
 
 
-class _Call:
-    """One forward under way. Torch runs the closing hook even if the opening one raised, but not after an interrupt."""
-
-    def __init__(self, frame: FrameType) -> None:
-        self._frame = frame
-        self._begun = False
-        self._saved: saved_tensors_hooks | None = None
-
-    def begin(self, engine: Engine) -> None:
-        self._begun = True
-        self._saved = engine.open_saved()
-
-    def end(self, engine: Engine) -> bool:
-        """Close what was opened; whether the opening hook had finished."""
-        engine.close_saved(self._saved)
-        return self._begun
-
-    def is_running(self) -> bool:
-        """Whether the call is still on this thread's stack."""
-        frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
-
-
-class _Calls:
-    """The forwards under way, innermost last."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._stack: list[_Call] = []
-
-    def push(self) -> _Call:
-        """A module's opening hook runs: note the frame that called it."""
-        if self._stack and not self._stack[0].is_running():
-            while self._stack:
-                self._stack.pop().end(self._engine)
-            self._engine.recover()
-        self._stack.append(_Call(sys._getframe(2)))  # pyright: ignore[reportPrivateUsage]
-        return self._stack[-1]
-
-    def pop(self) -> bool:
-        """The closing hook of the innermost one runs; whether its opening hook had finished."""
-        return self._stack.pop().end(self._engine)
-
-
 def install(engine: Engine) -> None:
     """Hook the model, its units' modules, and its parameters."""
-    calls = _Calls(engine)
     if engine.config.stage.parameters or engine.activations.handled or engine.config.run is not None:
         hosts = {m for unit in engine.units for m in unit.modules}
         for module in hosts:
-            _hook_unit_module(engine, calls, module, hosts)
-    _hook_model(engine, calls)
+            _hook_unit_module(engine, module, hosts)
+    _hook_model(engine)
     hook_new_parameters(engine)
 
 
@@ -111,37 +63,59 @@ def _move_to_the_end(param: Tensor, number: int) -> None:
         hooks[number] = hooks.pop(number)  # torch runs them in a dict's order, which an OrderedDict's own does not change
 
 
-def _hook_model(engine: Engine, calls: _Calls) -> None:
+def _hook_model(engine: Engine) -> None:
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if torch.compiler.is_compiling():
             raise Refused(NO_WHOLE_COMPILE)
-        call = calls.push()
-        hook_new_parameters(engine)
-        inputs = engine.enter_model(args, kwargs)
-        call.begin(engine)
+        if engine.needs_no_turn:
+            return engine.inputs(args, kwargs, outermost=True)
+        with GradMode():
+            call = _begin(engine)
+            hook_new_parameters(engine)
+            inputs = engine.enter_model(call, args, kwargs)
+            call.saved = engine.open_saved()
+            call.ready = True
         return inputs
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return engine.leave_model(output) if calls.pop() else output
+        if torch.compiler.is_compiling():  # the hook above has refused it
+            return output
+        with GradMode():
+            call = _innermost(engine)
+            return engine.leave_model(call, output) if call is not None and call.ready else output
 
     engine.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     engine.model.register_forward_hook(after, always_call=True)
 
 
-def _hook_unit_module(engine: Engine, calls: _Calls, module: nn.Module, hosts: set[nn.Module]) -> None:
+@never_compiled
+def _begin(engine: Engine) -> Call:
+    return engine.turn.begin(forward(module_call()))
+
+
+@never_compiled
+def _innermost(engine: Engine) -> Call | None:
+    return engine.turn.innermost(module_call())
+
+
+def _hook_unit_module(engine: Engine, module: nn.Module, hosts: set[nn.Module]) -> None:
     reached = needs(module, hosts)
     units = sorted({engine.unit_of[p] for p in reached}, key=lambda u: u.index)
 
     @never_compiled
     def before(module: nn.Module, args: Any) -> None:
-        call = calls.push()
-        engine.before_forward(units)
-        call.begin(engine)
+        with GradMode():
+            call = engine.turn.begin(forward(module_call()))
+            engine.enter_units(call, units)
+            call.saved = engine.open_saved()
+            call.ready = True
 
     @never_compiled
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if calls.pop():
-            engine.after_forward(units)
+        with GradMode():
+            call = engine.turn.innermost(module_call())
+            if call is not None and call.ready:
+                engine.leave_units(call)
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after, always_call=True)

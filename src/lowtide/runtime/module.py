@@ -52,16 +52,17 @@ class ShardedModule(nn.Module):
         engine = self.lowtide_engine
         if engine.config.stage.parameters and (asked := asked_by_checkpoint_api()) is not None:
             refuse_in_parts(engine, whole_on_rank_0=asked.full_state_dict and asked.cpu_offload)
-        engine.announcer.refuse_alone("model.state_dict()")
-        engine.settle()
-        if not engine.config.stage.parameters:
-            return super().state_dict(*args, **kwargs)
-        _refuse_above_budget(engine)
-        with _saving(engine):
-            out = super().state_dict(*args, **kwargs)
-        if engine.group.rank:
-            out.clear()
-        return out
+        with engine.calling("model.state_dict()"):
+            engine.announcer.refuse_alone("model.state_dict()")
+            engine.settle()
+            if not engine.config.stage.parameters:
+                return super().state_dict(*args, **kwargs)
+            _refuse_above_budget(engine)
+            with _saving(engine):
+                out = super().state_dict(*args, **kwargs)
+            if engine.group.rank:
+                out.clear()
+            return out
 
     def load_state_dict(  # torch's own signature
         self,
@@ -73,22 +74,23 @@ class ShardedModule(nn.Module):
         engine = self.lowtide_engine
         if assign:
             raise Refused("load_state_dict(assign=True) would replace sharded parameters; leave assign out to copy the values.")
-        engine.announcer.refuse_alone("model.load_state_dict()")
-        usable = engine.is_usable
-        engine.before_load()
-        named = self.named_parameters(remove_duplicate=False)
-        given = {param: state_dict[name] for name, param in named if _fits(param, state_dict.get(name))}
-        try:
-            with _loading(engine, given):
-                result = super().load_state_dict(state_dict, strict=strict)
-        except Error:
-            raise
-        except RuntimeError:  # a name or a size: all that fitted has been loaded, as in plain PyTorch
-            if usable:
-                _loaded(engine, given)
-            raise
-        _loaded(engine, given)
-        return result
+        with engine.calling("model.load_state_dict()"):
+            engine.announcer.refuse_alone("model.load_state_dict()")
+            usable = engine.is_usable
+            engine.before_load()
+            named = self.named_parameters(remove_duplicate=False)
+            given = {param: state_dict[name] for name, param in named if _fits(param, state_dict.get(name))}
+            try:
+                with _loading(engine, given):
+                    result = super().load_state_dict(state_dict, strict=strict)
+            except Error:
+                raise
+            except RuntimeError:  # a name or a size: all that fitted has been loaded, as in plain PyTorch
+                if usable:
+                    _loaded(engine, given)
+                raise
+            _loaded(engine, given)
+            return result
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
         probes = [
@@ -223,13 +225,14 @@ def _refuse_above_budget(engine: Engine) -> None:
 
 def sharded_state_dict(engine: Engine) -> dict[str, Tensor]:
     """This rank's part of every parameter, flat in memory order, by plain name; and the buffers. No rank waits for another."""
-    engine.settle()
     out: dict[str, Tensor] = {}
-    for unit in engine.units:
-        with engine.residency.shard(unit, write=False) as shard:
-            for index, name in enumerate(unit.names):
-                lo, hi = unit.layout.piece(index, engine.group.shard.rank)
-                out[name] = engine.residency.piece(unit, index, lo, hi, shard).clone()
+    with engine.calling("lowtide.sharded_state_dict()"):
+        engine.settle()
+        for unit in engine.units:
+            with engine.residency.shard(unit, write=False) as shard:
+                for index, name in enumerate(unit.names):
+                    lo, hi = unit.layout.piece(index, engine.group.shard.rank)
+                    out[name] = engine.residency.piece(unit, index, lo, hi, shard).clone()
     return {**out, **{name: buffer.detach().clone() for name, buffer in engine.model.named_buffers()}}
 
 
@@ -245,13 +248,14 @@ def load_sharded_state_dict(engine: Engine, state: Mapping[str, Tensor]) -> None
         raise ArgumentError(
             f"sharded state_dict: {wrong[0]!r} is missing or of another size; it was made for another partition."
         )
-    engine.announcer.refuse_alone("lowtide.load_sharded_state_dict()")
-    engine.before_load()
-    for unit in engine.units:
-        with engine.residency.shard(unit, write=True, read=False) as shard:
-            for index, name in enumerate(unit.names):
-                lo, hi = unit.layout.piece(index, rank)
-                engine.residency.piece(unit, index, lo, hi, shard).copy_(state[name])
-    for name, buffer in engine.model.named_buffers():
-        buffer.detach().copy_(state[name])
-    engine.after_load()
+    with engine.calling("lowtide.load_sharded_state_dict()"):
+        engine.announcer.refuse_alone("lowtide.load_sharded_state_dict()")
+        engine.before_load()
+        for unit in engine.units:
+            with engine.residency.shard(unit, write=True, read=False) as shard:
+                for index, name in enumerate(unit.names):
+                    lo, hi = unit.layout.piece(index, rank)
+                    engine.residency.piece(unit, index, lo, hi, shard).copy_(state[name])
+        for name, buffer in engine.model.named_buffers():
+            buffer.detach().copy_(state[name])
+        engine.after_load()

@@ -55,7 +55,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         engine = self.lowtide_engine
-        with engine.announcer.doing(Verb.STEP, _number(self)):
+        with engine.calling("optimizer.step()"), engine.announcer.doing(Verb.STEP, _number(self)):
             self.step_was_skipped = not engine.step(self)
         return loss
 
@@ -66,8 +66,13 @@ class ShardedOptimizer(Optimizer):
         engine = self.lowtide_engine
         if engine.config.stage.optimizer and asked_by_checkpoint_api() is not None:
             refuse_in_parts(engine, whole_on_rank_0=False)
-        engine.announcer.refuse_alone("optimizer.state_dict()")
-        engine.settle()
+        with engine.calling("optimizer.state_dict()"):
+            engine.announcer.refuse_alone("optimizer.state_dict()")
+            engine.settle()
+            return self._whole_state_dict()
+
+    def _whole_state_dict(self) -> dict[str, Any]:
+        engine = self.lowtide_engine
         with undisturbed():
             local = super().state_dict()
             _add_streamed(self, local)
@@ -82,15 +87,16 @@ class ShardedOptimizer(Optimizer):
                 "load_state_dict was given an empty state_dict: optimizer.state_dict() is whole on rank 0 and empty elsewhere. "
                 "Save it on rank 0 and load that on every rank."
             )
-        self.lowtide_engine.announcer.refuse_alone("optimizer.load_state_dict()")
-        self.lowtide_engine.before_load()
-        update = self.lowtide_engine.update
-        with undisturbed():
-            with update.on_pieces(self):
-                super().load_state_dict(state_dict)
-            update.forget_states(self)
-            update.cut_state(self)
-            update.options = []  # a step that update="backward" has done was done from other states
+        engine = self.lowtide_engine
+        with engine.calling("optimizer.load_state_dict()"):
+            engine.announcer.refuse_alone("optimizer.load_state_dict()")
+            engine.before_load()
+            with undisturbed():
+                with engine.update.on_pieces(self):
+                    super().load_state_dict(state_dict)
+                engine.update.forget_states(self)
+                engine.update.cut_state(self)
+                engine.update.options = []  # a step that update="backward" has done was done from other states
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         params = param_group["params"]

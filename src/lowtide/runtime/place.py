@@ -28,7 +28,7 @@ class Place:
 
     __slots__ = (
         *("common", "covers", "exposed", "gather", "held", "home", "permanent", "pins", "placeholders"),
-        *("prints", "reads", "ready", "slot", "state", "versions", "writes"),
+        *("prints", "reads", "ready", "replaced", "slot", "state", "versions", "writes"),
     )
 
     def __init__(self, home: Shelf, covers: tuple[int, int]) -> None:
@@ -46,6 +46,7 @@ class Place:
         self.permanent = False
         self.versions: list[int] = []  # of the parameters when they were attached
         self.prints: list[int] = []  # of their values, see runtime/writes.py; none if the slot is the home, or after an update
+        self.replaced: dict[int, Tensor] = {}  # by index: memory that parameters were given, until its values are the unit's
         self.exposed = False  # whether parameters were attached since ``prints`` were last compared
         self.placeholders: list[Tensor] = []  # what the parameters hold while they are evicted
 

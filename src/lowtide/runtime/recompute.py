@@ -40,7 +40,12 @@ from lowtide.runtime.prints import can_be_printed, print_of
 from lowtide.runtime.saved import Held, SavedViews
 from lowtide.runtime.unit import Unit
 from lowtide.spec.units import needs
-from lowtide.torch_internals import backward_under_way, storage_of
+from lowtide.torch_internals import (
+    backward_under_way,
+    close_saved_tensor_hooks,
+    innermost_saved_tensor_hooks,
+    storage_of,
+)
 
 _LARGE = 1 << 20  # buffers above this are copied before a forward only as long as it is not known to leave them alone
 
@@ -89,6 +94,7 @@ class Recompute:
         self._saved = saved
         self._choice = choice
         self._replaced: dict[nn.Module, Callable[..., Any] | None] = {}
+        self._presents: list[_Present] = []  # of modules that are computed again now
 
     def install(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Make ``module``, which needs ``units``, able to recompute."""
@@ -103,7 +109,8 @@ class Recompute:
                 return original(*args, **kwargs)
             if not torch.is_grad_enabled() or not self._answer(module, habits):
                 return original(*args, **kwargs)
-            return _Call(self._engine, self._saved, self._choice, module, units, habits).run(original, args, kwargs)
+            call = _Call(self._engine, self._saved, self._choice, module, units, habits, self._presents)
+            return call.run(original, args, kwargs)
 
         module.forward = forward
 
@@ -112,6 +119,12 @@ class Recompute:
         if backward_under_way() is None or habits.answer is None:
             habits.answer = habits.has_its_own_parameters() and self._choice.should_recompute(module)
         return habits.answer
+
+    def put_back(self) -> None:
+        """Recomputations were broken off: modules are what they were before them."""
+        while self._presents:
+            self._presents[-1].restore()
+            self._presents.pop()
 
     def remove(self) -> None:
         """Put every ``forward`` back. Graphs that exist can still be walked."""
@@ -216,9 +229,11 @@ class _Call:
         module: nn.Module,
         units: Sequence[Unit],
         habits: _Habits,
+        presents: list[_Present],
     ) -> None:
         self._engine, self._saved, self._choice = engine, saved, choice
         self._module, self._units, self._habits = module, units, habits
+        self._presents = presents
         self._params = [param for unit in units for param in unit.params]
         self._versions = [_version(p) for p in self._params]
         self._needed = [saved.need(unit) for unit in units]
@@ -250,15 +265,19 @@ class _Call:
             self._prints.compare_results(output)
             return None
 
-        output = checkpoint(
-            call,
-            *arguments.tensors,
-            use_reentrant=False,
-            preserve_rng_state=True,
-            determinism_check="none",
-            early_stop=not trial,
-            context_fn=lambda: (_Forward(self, self._saved), _Again(self)),
-        )
+        outer = innermost_saved_tensor_hooks()
+        try:
+            output = checkpoint(
+                call,
+                *arguments.tensors,
+                use_reentrant=False,
+                preserve_rng_state=True,
+                determinism_check="none",
+                early_stop=not trial,
+                context_fn=lambda: (_Forward(self, self._saved), _Again(self)),
+            )
+        finally:  # an interrupt where ours end would leave the checkpoint's own
+            close_saved_tensor_hooks(down_to=outer)
         arguments.tensors = []
         if not (now := HostGenerators.now()).is_as(generators):
             self._generators = generators
@@ -317,7 +336,7 @@ class _Call:
             for param, version in zip(self._params, self._versions, strict=True):
                 if _version(param) != version:
                     raise StaleGraph(self._name)
-            present = self._before.put_back()
+            present = self._before.put_back(self._presents)
             if self._generators is not None:
                 present.generators = HostGenerators.now()
                 self._generators.put_back()
@@ -332,7 +351,8 @@ class _Call:
         self._prints.forget_tensors()  # before the unit is released: one may be a view of it
         try:
             touched = present.restore()
-            self._saved.close(context)
+            self._presents.remove(present)
+            self._saved.close_in_checkpoint(context)
         finally:
             self._engine.after_forward(self._units)
         if error is not None and not isinstance(error, Exception):
@@ -426,7 +446,7 @@ class _Forward:
         self._context = self._saved.open_in_checkpoint(self._call, again=False)
 
     def __exit__(self, *_: object) -> None:
-        self._saved.close(self._context)
+        self._saved.close_in_checkpoint(self._context)
 
 
 class _Again:
@@ -499,10 +519,11 @@ class _Before:
         self._buffers = changed
         return lost
 
-    def put_back(self) -> _Present:
-        """Give the module its former buffers, as copies, and its former mode."""
+    def put_back(self, presents: list[_Present]) -> _Present:
+        """Give the module its former buffers, as copies, and its former mode. What it is now is noted in ``presents`` first."""
         formers = {id(b.value): b.value.clone() for b in self._buffers if b.value is not None}
         present = _Present(self._modules, with_buffers=bool(self._buffers))
+        presents.append(present)
         for buffer in self._buffers:
             _buffers(buffer.owner)[buffer.name] = formers.get(id(buffer.value))
         _set_training(zip(self._modules, self._training, strict=True))

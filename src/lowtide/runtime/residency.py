@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from lowtide.tiers.arena import Arena, Block
 from lowtide.tiers.device import Memory
 from lowtide.tiers.shelf import Lease, View
 from lowtide.tiers.store import IOTicket, Priority, Store
-from lowtide.torch_internals import mark_changed
+from lowtide.torch_internals import mark_changed, storage_of
 
 _KEEP = 1  # how many unpinned whole units may stay in case they come again; the least recently used goes first
 
@@ -218,46 +218,89 @@ class Residency(Homes):
         if private and (place.common is not None or self._shared is not None) and not place.pins:
             self.forget([unit])
             self._bring(unit, Priority.NOW, private=True)
-        place.pins += 1
-        if place.state is State.ATTACHED:
-            return
-        try:
+        if place.state is not State.ATTACHED:
             self.whole(unit)
-        except BaseException:
-            place.pins -= 1
-            raise
-        self._attach(unit, place, place.full_slot())
+            self._attach(unit, place, place.full_slot())
+        place.pins += 1
 
     def unpin(self, unit: Unit, *, keep: bool = True) -> None:
         """Undo one ``pin``. The last one evicts the parameters; the bytes stay for a while, or not at all unless ``keep``."""
         place = self._places[unit]
         if place.permanent:
             return
-        place.pins -= 1
-        if place.pins:
+        if place.pins > 1:
+            place.pins -= 1
             return
-        replaced = unit.replaced(place.full_slot().tensor.data_ptr()) if keep else {}
+        place.replaced = unit.replaced(place.full_slot().tensor.data_ptr()) if keep else {}
         in_place = _rewritten(unit, place) if keep else []
         _evict(unit, place)
-        place.state = State.WHOLE
+        place.pins, place.state = 0, State.WHOLE
         self._trace("release", unit.name)
         if not keep and place.slot is not place.home.block:
             place.exposed = False
             self._drop(unit)
-        elif replaced:
-            self._take_in(unit, place, replaced)
+        elif place.replaced:
+            self._take_in(unit, place, place.replaced)
         elif in_place:
             self._found(unit, place, in_place)
+        place.replaced = {}
         self._shrink()
         self.tell_lost()
 
-    def unpin_all(self) -> None:
-        """Evict every unit, whoever had pinned it."""
+    def recover(self, pins: Mapping[Unit, int], *, everything: bool) -> None:
+        """Calls were broken off, at any line of this file: from here on units are pinned as often as ``pins`` says.
+
+        ``everything``: nobody computes, and nothing is on its way to or from the disk; no unit need be whole.
+        """
+        if not everything:
+            for unit, place in self._places.items():
+                self._recover(unit, place, pins.get(unit, 0))
+            return
+        self._wanted.clear()
         for unit, place in self._places.items():
-            if place.pins:
-                _evict(unit, place)
-                place.pins, place.state = 0, State.WHOLE
+            place.held = False
+            if place.state is State.ARRIVING:
+                with suppress(Exception):  # who needs it next tries again
+                    wait_all([*place.reads, *(t for t in (place.gather, place.ready) if t is not None)])
+                    self._accept_slot(unit, place)
+                place.reads, place.gather, place.ready = [], None, None
+            self._recover(unit, place, pins.get(unit, 0))
         self.forget()
+        for place in self._places.values():
+            if place.state is State.HOME:
+                place.slot, place.gather, place.ready, place.reads, place.writes = None, None, None, [], []
+                place.exposed, place.prints = False, []
+        there = {unit: place.slot for unit, place in self._places.items() if place.slot is not None}
+        self._by_address = {slot.tensor.data_ptr(): unit for unit, slot in there.items()}
+        for order in (self._guessed, self._recent):
+            for unit in [unit for unit in order if unit not in there]:
+                del order[unit]
+        for slots in {id(s): s for s in (self._slots, self._host_slots)}.values():
+            slots.reclaim(there.values())
+        if self._shared is not None:
+            self._shared.reclaim(there.values())
+        taken = [slot for unit, slot in there.items() if slot not in (self._places[unit].home.block, self._places[unit].common)]
+        sharers = self._shared.sharers if self._shared is not None else 1
+        self._ledger.set("slots", sum(slot.nbytes // (sharers if self._is_shared(slot) else 1) for slot in taken))
+
+    def _recover(self, unit: Unit, place: Place, pins: int) -> None:
+        if place.permanent:
+            return
+        if pins and place.state is not State.ATTACHED:
+            place.pins = 0
+            self.pin(unit)
+        elif not pins and (place.state is State.ATTACHED or place.pins or place.replaced or _any_attached(unit, place)):
+            block = place.slot
+            if place.state is State.ATTACHED and not place.replaced and block is not None:
+                evicted = {index for index in range(len(unit.params)) if _is_evicted(unit, place, index)}
+                place.replaced = unit.replaced(block.tensor.data_ptr(), evicted)
+            _evict(unit, place)
+            if place.state is State.ATTACHED:
+                place.pins, place.state = 0, State.WHOLE
+            if place.replaced and place.state is State.WHOLE:
+                self._take_in(unit, place, place.replaced)
+            place.replaced = {}
+        place.pins = pins
 
     def accept_writes(self, unit: Unit) -> None:
         """The values of the unit are new, and kept."""
@@ -434,9 +477,9 @@ class Residency(Homes):
             return
         now = prints_of(unit, place.slot.tensor)
         changed = differing(unit, place.prints, now)
-        place.exposed = bool(place.pins) or (self._alone and place.slot.held)
         if changed:
             self._found(unit, place, changed)
+        place.exposed = bool(place.pins) or (self._alone and _is_held(place))
         if not self._alone and not place.pins:
             place.prints = []  # other ranks may write now
 
@@ -583,8 +626,25 @@ def _evict(unit: Unit, place: Place) -> None:
         if not place.placeholders:
             place.placeholders = [placeholder(p, d.param) for p, d in zip(unit.params, unit.dtypes, strict=True)]
         for param, nothing in zip(unit.params, place.placeholders, strict=True):
-            param.data = nothing
-            param.__class__ = EvictedParameter
+            if param.__class__ is not EvictedParameter:  # or it was broken off, and is done again
+                param.data = nothing
+                param.__class__ = EvictedParameter
+
+
+def _is_held(place: Place) -> bool:
+    return place.slot is not None and place.slot.held
+
+
+def _is_evicted(unit: Unit, place: Place, index: int) -> bool:
+    """Whether a parameter has no values, though it may look as if it had: it was about to get or to lose them."""
+    param = unit.params[index]
+    if param.__class__ is EvictedParameter:
+        return True
+    return bool(place.placeholders) and storage_of(param) == storage_of(place.placeholders[index])
+
+
+def _any_attached(unit: Unit, place: Place) -> bool:
+    return any(p.__class__ is not EvictedParameter for p in unit.params) and bool(place.placeholders)
 
 
 def _rewritten(unit: Unit, place: Place) -> list[int]:

@@ -28,6 +28,7 @@ from lowtide.runtime.unit import Unit
 from lowtide.torch_internals import (
     at_end_of_backward,
     backward_under_way,
+    close_innermost_saved_tensor_hooks,
     forget_memory,
     has_no_memory,
     innermost_saved_tensor_hooks,
@@ -168,8 +169,9 @@ class _Kept:
         self._counted = counted if counted is not None and address and counted.add(tensor, address, unit) else None
 
     def __del__(self) -> None:
-        if self._counted is not None:
-            self._counted.let_go(self._address)
+        counted = getattr(self, "_counted", None)  # an interrupt may have come before there was one
+        if counted is not None:
+            counted.let_go(self._address)
 
     def unpack(self) -> Tensor:
         tensor = self.tensor
@@ -280,6 +282,7 @@ class SavedViews:
         self.spill = spill
         self._stays = stays
         self._pack_functions: set[Callable[..., Any]] = set()
+        self._around: set[Callable[..., Any]] = set()  # those of checkpoints in which ours are open
         self._needed: defaultdict[Unit, weakref.WeakSet[Needed]] = defaultdict(weakref.WeakSet)
         self._computing: list[Unit | None] = []  # of the modules whose forward runs, innermost last
         self.saved_bytes: defaultdict[Unit | None, int] = defaultdict(int)
@@ -301,9 +304,15 @@ class SavedViews:
         if self._computing:
             self._computing.pop()
 
-    def reset(self) -> None:
-        """An interrupt left forward passes without their end."""
-        self._computing.clear()
+    def recover(self, computing: int, broken: Sequence[saved_tensors_hooks] | None) -> None:
+        """Calls were broken off: so many modules compute, and hooks that were opened for them, innermost first, are closed.
+        ``None``: all that are open on this thread, and those of checkpoints, which took ours for their own when they ended."""
+        del self._computing[computing:]
+        known = {context.pack_hook for context in broken} if broken is not None else self._pack_functions | self._around
+        while (top := innermost_saved_tensor_hooks()) is not None and top[0] in known:
+            close_innermost_saved_tensor_hooks()
+        self._pack_functions -= known
+        self._around -= known
 
     def need(self, unit: Unit) -> Needed:
         """Note that whoever holds the result needs the present values of ``unit``."""
@@ -384,7 +393,15 @@ class SavedViews:
                 return _Outer(packed, outer[1]) if packed is not None and outer is not None else _Kept(tensor)
             return record.hold(Held(tensor, packed, outer[1], record.used))
 
+        if outer is not None:
+            self._around.add(outer[0])
         return self._opened(pack)
+
+    def close_in_checkpoint(self, context: saved_tensors_hooks | None) -> None:
+        self.close(context)
+        outer = innermost_saved_tensor_hooks()
+        if outer is not None:
+            self._around.discard(outer[0])
 
     def bytes_of(self, held: Sequence[Held]) -> int:
         """What keeping would take: storages count once, those that stay in memory anyway not at all."""
@@ -398,7 +415,7 @@ class SavedViews:
             each.keep(lambda tensor: self._keep(tensor, _address_of(tensor), seen))
 
     def close(self, context: saved_tensors_hooks | None) -> None:
-        if context is not None:
+        if context is not None and context.pack_hook in self._pack_functions:  # or it was closed after an interrupt
             context.__exit__()
             self._pack_functions.discard(context.pack_hook)
 

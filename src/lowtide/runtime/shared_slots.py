@@ -92,6 +92,11 @@ class SharedSlots:
         with self._lock:
             self._let_go.add(slot)
 
+    def reclaim(self, used: Iterable[Block]) -> None:
+        """Calls were broken off, and nothing is under way: this rank needs only ``used``."""
+        with self._lock:
+            self._let_go |= self._held.keys() - set(used)
+
     def giving_back(self) -> Callable[[Wire, list[bytes]], None]:
         """The work that returns all memory of slots that no rank uses to the operating system."""
 

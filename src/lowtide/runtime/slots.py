@@ -89,6 +89,11 @@ class Slots:
         for ticket in waiting:
             ticket.on_done(done)
 
+    def reclaim(self, used: Iterable[Block]) -> None:
+        """Calls were broken off, and nothing is under way: only slots that are ``used`` are taken."""
+        self._arena.reclaim(used)
+        self._returning = 0
+
     def _counted(self, slot: Block) -> Block:
         self._ledger.add("slots", slot.nbytes)
         return slot

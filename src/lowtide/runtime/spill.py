@@ -231,6 +231,17 @@ class Spill:
             self._writing_bytes -= write.nbytes
             write.memory = _NOTHING
 
+    def recover(self) -> None:
+        """Calls were broken off: count anew, and take back what nobody refers to."""
+        self._writing_bytes = sum(write.nbytes for write in self._writing)
+        for stored in list(self._loads):
+            if stored.load is None:
+                del self._loads[stored]
+        loads = [stored.load for stored in self._loads if stored.load is not None]
+        self._loaded_bytes = sum(load.nbytes for load in loads)
+        self._sweep()
+        self.arena.reclaim([load.block for load in (*loads, *self._leaving)])
+
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def unpack(self, handle: Spilled) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,11 @@ class Unit:
     def _chunks(self, covers: tuple[int, int]) -> tuple[Chunk, ...]:
         return cut_into_chunks(self.layout, covers, chunk_bytes=self._chunk_bytes, whole=self._whole_parameters)
 
-    def replaced(self, address: int) -> dict[int, Tensor]:
+    def replaced(self, address: int, but: Container[int] = ()) -> dict[int, Tensor]:
         """The attached parameters, by index, that are not views of the memory at ``address`` any more, and what they hold."""
         found: dict[int, Tensor] = {}
         for index, (param, shape, offset) in enumerate(zip(self.params, self.layout.params, self.layout.offsets, strict=True)):
-            if shape.numel and param.data_ptr() != address + offset:
+            if shape.numel and index not in but and param.data_ptr() != address + offset:
                 found[index] = param.data
         return found
 

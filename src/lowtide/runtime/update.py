@@ -24,6 +24,7 @@ from lowtide.runtime.grads import GradRecord, Grads, is_sparse
 from lowtide.runtime.ledger import Ledger
 from lowtide.runtime.optimizer_copy import plain_class, plain_step
 from lowtide.runtime.residency import Residency
+from lowtide.runtime.shown import Shown
 from lowtide.runtime.stream import OpenChunk, UnitStream
 from lowtide.runtime.unit import Unit, flat_view, is_whole
 from lowtide.tiers.arena import Arena, ArenaFull
@@ -70,6 +71,7 @@ class Update:
         """Whether the last step showed that the optimizer counts steps nowhere but in its states."""
         self._master_bytes = 0
         self._pieces_begun = False
+        self._shown: Shown | None = None  # pieces, in the place of parameters
         self._step: ChunkedStep | None = None  # that is under way, in backward until ``finish_step``, or was the last
         self._updated: list[nn.Parameter] = []  # in it
         self.options: list[dict[str, Any]] = []
@@ -151,10 +153,25 @@ class Update:
         """Whether the step under way, or the last one, got as far as changing anything."""
         return self._pieces_begun or (self._step is not None and self._step.begun)
 
+    def forget_last(self) -> None:
+        """Another step begins, which has not changed anything yet."""
+        self._pieces_begun, self._step = False, None
+
+    def put_back(self) -> None:
+        """A call was broken off: whatever the caller's optimizer shows, let it show his parameters again."""
+        for shown in (self._shown, self._step.shown if self._step is not None else None):
+            if shown is not None:
+                shown.put_back()
+        self._shown = None
+
+    def give_back_buffers(self) -> None:
+        """Calls were broken off, and nothing reads or writes any more: chunks that they had open are not needed."""
+        self._ahead.clear()
+        self._buffers.reclaim(())
+
     def run(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Update every piece that has a gradient; returns the parameters that have one."""
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._pieces_begun, self._step = False, None
         with torch.no_grad():
             if self.streams:
                 self._run_streams(optimizer)
@@ -310,17 +327,18 @@ class Update:
     @contextmanager
     def on_pieces(self, optimizer: Optimizer) -> Generator[list[Piece]]:
         """Show the optimizer pieces instead of parameters."""
-        params = [group["params"] for group in optimizer.param_groups]
-        pieces = [self.pieces[p] for group in params for p in group]
-        for group in optimizer.param_groups:
-            group["params"] = [self.pieces[p].target for p in group["params"]]
-        _rekey(optimizer, {p.record.param: p.target for p in pieces})
+        groups = [[self.pieces[p] for p in group["params"]] for group in optimizer.param_groups]
+        pieces = [piece for group in groups for piece in group]
+        targets: dict[Any, Tensor] = {p.record.param: p.target for p in pieces}
+        states = cast("dict[Any, Any]", optimizer.state).items()
+        shown = self._shown = Shown(optimizer, {p.target: p.record.param for p in pieces})
         try:
+            state = {targets.get(key, key) if isinstance(key, Tensor) else key: value for key, value in states}
+            shown.show([[p.target for p in group] for group in groups], state)
             yield pieces
         finally:
-            for group, own in zip(optimizer.param_groups, params, strict=True):
-                group["params"] = own
-            _rekey(optimizer, {p.target: p.record.param for p in pieces})
+            shown.put_back()
+            self._shown = None
 
     def cut_state(self, optimizer: Optimizer) -> None:
         """Replace whole states (of an optimizer that ran before, or of a loaded state_dict) by this rank's part of them."""
@@ -373,13 +391,6 @@ def _close_all(opened: deque[OpenChunk]) -> None:
     with ExitStack() as stack:
         for chunk in opened:
             stack.callback(chunk.close, changed=False)
-
-
-def _rekey(optimizer: Optimizer, new_key: dict[Any, Any]) -> None:
-    state = cast("dict[Any, Any]", optimizer.state)
-    items = [(new_key.get(key, key) if isinstance(key, Tensor) else key, v) for key, v in state.items()]
-    state.clear()
-    state.update(items)
 
 
 def _state_bytes(optimizer: Optimizer) -> int:

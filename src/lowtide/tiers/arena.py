@@ -16,6 +16,8 @@ import errno
 import mmap
 import threading
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -104,11 +106,15 @@ class Arena:
         """Fill what is given back with NaN, so that a use of released memory shows. For tests."""
         self._free: list[Block] = []
         self._limbo: list[Block] = []
-        self._changed = threading.Condition(threading.RLock())
+        self._taken: dict[Block, None] = {}  # blocks on loan
+        self._lock = threading.RLock()
+        # Released when a block has come back; neither is a Condition, which an interrupt inside can leave taken for good.
+        self._given = threading.Lock()
+        self._given.acquire()
 
     def take(self, nbytes: int) -> Block:
         """A block of at least ``nbytes``; its content is undefined."""
-        with self._changed:
+        with self._lock:
             self._sweep()
             block = self._fitting(nbytes, _SLACK)
             if block is None and not self._has_room(nbytes):
@@ -117,10 +123,12 @@ class Arena:
                     self._make_room(nbytes)
             if block is None:
                 block = Block(nbytes, self)
+                self._taken[block] = None
                 self.reserved_bytes += block.nbytes
                 self.most_bytes = max(self.most_bytes, self.reserved_bytes)
                 self.fresh += 1
             else:
+                self._taken[block] = None
                 self._free.remove(block)
             self.takes += 1
             self.taken_bytes += block.nbytes
@@ -129,22 +137,37 @@ class Arena:
     def take_or_wait(self, nbytes: int, seconds: float) -> Block:
         """The same, waiting for others to give blocks back if there is no room."""
         end = time.monotonic() + seconds
-        with self._changed:
-            while True:
-                try:
-                    return self.take(nbytes)
-                except ArenaFull:
-                    if time.monotonic() > end:
-                        raise
-                    self._changed.wait(_SLICE)  # a view may be let go without anybody telling
+        while True:
+            try:
+                return self.take(nbytes)
+            except ArenaFull:
+                if time.monotonic() > end:
+                    raise
+            self._given.acquire(timeout=_SLICE)  # a view may be let go without anybody telling
 
     def give(self, block: Block) -> None:
         """Take ``block`` back. Views that are still held keep it out of use, see the note above."""
-        with self._changed:
-            self.taken_bytes -= block.nbytes
+        with self._lock:
+            if block not in self._taken:
+                return  # it was taken back after an interrupt
             self._limbo.append(block)
+            del self._taken[block]
+            self.taken_bytes -= block.nbytes
             self._sweep()
-            self._changed.notify_all()
+        with suppress(RuntimeError):  # nobody has waited since the last one
+            self._given.release()
+
+    def reclaim(self, used: Iterable[Block]) -> None:
+        """Calls were broken off, and nothing is under way: take back all blocks but those ``used``, and count anew."""
+        with self._lock:
+            keep = set(used)
+            given = {*self._limbo, *(block for block in self._taken if block not in keep)}
+            self._free = [block for block in self._free if block not in self._taken and block not in given]
+            self._limbo = list(given)
+            self._taken = dict.fromkeys(block for block in self._taken if block not in given)
+            self.taken_bytes = sum(block.nbytes for block in self._taken)
+            self.reserved_bytes = sum(block.nbytes for block in (*self._taken, *self._limbo, *self._free))
+            self._sweep()
 
     @property
     def limbo_bytes(self) -> int:
@@ -158,7 +181,7 @@ class Arena:
 
     def trim(self) -> None:
         """Return every unused block to the operating system."""
-        with self._changed:
+        with self._lock:
             self._sweep()
             self.reserved_bytes -= sum(b.nbytes for b in self._free)
             self._free.clear()
@@ -180,6 +203,8 @@ class Arena:
     def _sweep(self) -> None:
         held: list[Block] = []
         for block in self._limbo:
+            if block in self._taken or block in self._free:
+                continue  # an interrupt came between two of these lines
             if block.held:
                 held.append(block)
                 continue
