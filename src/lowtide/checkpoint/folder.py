@@ -284,8 +284,7 @@ def _look(folder: Path) -> tuple[list[Found], list[tuple[Path, CheckpointError]]
             changes |= not os.path.lexists(entry)
             continue
         try:
-            with opened(entry) as there:
-                found.append(Found(entry, there.manifest(), there.changed_ns()))
+            found.append(_found(entry))
         except CheckpointUnread:
             raise
         except CheckpointError as error:
@@ -310,8 +309,29 @@ def put_aside(path: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    with opened(path) as folder:
-        return folder.manifest()
+    return _found(path).manifest
+
+
+def _found(path: Path) -> Found:
+    """The checkpoint ``path``. If another takes its place meanwhile, that one: what it was is no damage of what is."""
+    for _ in range(_LOOKS):
+        before = _identity(path)
+        try:
+            with opened(path) as there:
+                return Found(path, there.manifest(), there.changed_ns())
+        except CheckpointUnread:
+            raise
+        except CheckpointError:
+            if before == _identity(path):
+                raise
+    raise CheckpointError("another one takes its place each time that it is read", str(path))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        facts = os.stat(path)
+        return facts.st_dev, facts.st_ino
+    return None
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -45,6 +45,8 @@ Report = Callable[[int, int], None]
 _LOOKS = 100
 """How often the newest checkpoint is looked for, if each was removed by another job before it was read."""
 
+_LOOKS_AT_ONE = 10
+
 _NO_MEMORY = "allocate memory"
 """What torch says then; on a CPU it has no class for it."""
 
@@ -140,14 +142,13 @@ def _candidates(engine: Engine, path: Path) -> tuple[list[_Listed], list[str]]:
 
 def _look(path: Path) -> tuple[list[_Listed], list[str]]:
     """What to try in ``path``, and what was passed over."""
-    for _ in range(_LOOKS):
+    for _ in range(_LOOKS_AT_ONE):  # while it makes room for another of its name, neither may be seen
         one = path if folder.is_checkpoint(path) else next(iter(folder.put_aside(path)), None)
-        if one is None:
-            break
         try:
-            return [_Listed("." if one == path else f"../{one.name}", folder.read_manifest(one).digest)], []
+            if one is not None:
+                return [_Listed("." if one == path else f"../{one.name}", folder.read_manifest(one).digest)], []
         except CheckpointError:
-            if folder.is_checkpoint(one):
+            if folder.is_checkpoint(one or path):
                 raise
     found, refused = folder.checkpoints(path)
     reasons = [f"{where.name}: {error.problem}" for where, error in refused]
