@@ -271,7 +271,8 @@ class Residency(Homes):
                 place.slot, place.gather, place.ready, place.reads, place.writes = None, None, None, [], []
                 place.exposed, place.prints = False, []
         there = {unit: place.slot for unit, place in self._places.items() if place.slot is not None}
-        self._by_address = {slot.tensor.data_ptr(): unit for unit, slot in there.items()}
+        # Views of what is here for good are saved as they are: such a unit is never brought, nor let go.
+        self._by_address = {s.tensor.data_ptr(): unit for unit, s in there.items() if not self._places[unit].permanent}
         for order in (self._guessed, self._recent):
             for unit in [unit for unit in order if unit not in there]:
                 del order[unit]
