@@ -41,6 +41,7 @@ def _seed_all(seed: int) -> None:
 def _module(devices: int) -> types.ModuleType:
     module: Any = types.ModuleType("torch.sim")
     module.is_available = module.is_initialized = lambda: True
+    module._initialized = True  # torch.utils.checkpoint then keeps the device's random state
     module._is_in_bad_fork = lambda: False
     module.device_count = lambda: devices
     module.current_device = torch.accelerator.current_device_index
@@ -73,4 +74,5 @@ def load(devices: int = 1) -> None:
     torch._register_device_module("sim", _module(devices))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     composites.register()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # module.to() keeps parameters and their ties, as to CUDA
     _loaded.append(devices)

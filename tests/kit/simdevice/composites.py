@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _FLASH = 1  # SDPBackend.FLASH_ATTENTION
@@ -17,7 +19,7 @@ def dropout(x: Tensor, p: float, train: bool) -> Tensor:
         return x
     if p == 1:
         return x * torch.zeros_like(x)
-    return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+    return x * torch.ops.aten.div_.Scalar(torch.empty_like(x).bernoulli_(1 - p), 1 - p)
 
 
 def attention(
@@ -51,45 +53,58 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return torch.ops.aten._weight_norm_interface(v, g, dim)[0]
 
 
-def lstm(
-    x: Tensor,
-    hx: list[Tensor],
-    params: list[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """By the kernel that the CPU uses for a layer."""
-    from torch._decomp import decompositions
+Layer = Callable[[Tensor, Any, list[Tensor], bool], tuple[Tensor, Any]]  # input, hidden, weights, reverse → outputs, hidden
 
+
+def _stacked(layer: Layer, x: Tensor, hidden: list[Any], params: list[Tensor], *options: Any) -> tuple[Tensor, list[Any]]:
+    """Layers of a recurrent net, one or two directions each."""
+    has_biases, num_layers, dropout, train, bidirectional, batch_first = options
+    directions, weights = 1 + bidirectional, 4 if has_biases else 2
+    if len(params) != num_layers * directions * weights:
+        raise NotImplementedError("recurrent nets with projections are not simulated")
     x = x.transpose(0, 1) if batch_first else x
-    layers = decompositions.gather_params(params, has_biases, hx[0].size(2) != hx[1].size(2))
-    hidden = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
-    out, final = decompositions._rnn_helper(
-        x, hidden, layers, has_biases, num_layers, dropout, train, bidirectional, False, decompositions.mkldnn_one_layer_lstm
-    )
-    firsts, seconds = zip(*final, strict=True)
-    return out.transpose(0, 1) if batch_first else out, torch.stack(firsts, 0), torch.stack(seconds, 0)
+    final: list[Any] = []
+    for level in range(num_layers):
+        outs: list[Tensor] = []
+        for direction in range(directions):
+            index = len(final)
+            out, last = layer(x, hidden[index], params[weights * index : weights * (index + 1)], direction == 1)
+            outs.append(out)
+            final.append(last)
+        x = torch.cat(outs, -1) if bidirectional else outs[0]
+        if dropout and train and level < num_layers - 1:
+            x = torch.dropout(x, dropout, True)
+    return x.transpose(0, 1) if batch_first else x, final
 
 
-def gru(
-    x: Tensor,
-    hx: Tensor,
-    params: list[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, Tensor]:
-    """By plain arithmetic; an accelerator would have a kernel for a cell."""
-    from torch._decomp import decompositions
+def lstm(x: Tensor, hx: list[Tensor], params: list[Tensor], *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """By the kernel that the CPU has for a whole layer."""
+    from torch._decomp.decompositions import mkldnn_one_layer_lstm
 
-    return decompositions.gru_impl(x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    def layer(x: Tensor, hidden: Any, weights: list[Tensor], reverse: bool) -> tuple[Tensor, Any]:
+        return mkldnn_one_layer_lstm(x, hidden, weights, len(weights) == 4, reverse)
+
+    out, final = _stacked(layer, x, list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True)), params, *options)
+    return out, torch.stack([h for h, _ in final]), torch.stack([c for _, c in final])
+
+
+def _gru_layer(x: Tensor, h: Tensor, weights: list[Tensor], reverse: bool) -> tuple[Tensor, Tensor]:
+    """Cells in place on strided pieces, as the CPU's: a kernel rounds otherwise on memory without gaps."""
+    w_in, w_hidden, b_in, b_hidden = weights if len(weights) == 4 else (*weights, None, None)
+    steps = F.linear(x, w_in, b_in).unbind(0)
+    outs: list[Tensor] = []
+    for step in reversed(steps) if reverse else steps:
+        ours, theirs = step.unsafe_chunk(3, 1), F.linear(h, w_hidden, b_hidden).unsafe_chunk(3, 1)
+        reset, update = theirs[0].add_(ours[0]).sigmoid_(), theirs[1].add_(ours[1]).sigmoid_()
+        new = ours[2].add(theirs[2].mul_(reset)).tanh_()
+        h = (h - new).mul_(update).add_(new)
+        outs.append(h)
+    return torch.stack(outs[::-1] if reverse else outs), h
+
+
+def gru(x: Tensor, hx: Tensor, params: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
+    out, final = _stacked(_gru_layer, x, list(hx.unbind(0)), params, *options)
+    return out, torch.stack(final)
 
 
 def register() -> None:

@@ -57,6 +57,7 @@ class Report:
 
     races: list[str] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
+    host_kernels: dict[str, int] = field(default_factory=dict)  # counted only where configure() was asked to
     host_waits: int = 0
     pageable_in: int = 0  # bytes
     pageable_out: int = 0
@@ -65,17 +66,19 @@ class Report:
     time: VirtualTime = VirtualTime(0, 0, 0, 0, 0)
 
 
-def configure(schedule: Schedule = SYNC, *, limit: int = 1 << 30, perturbed: bool = False) -> None:
+def configure(schedule: Schedule = SYNC, *, limit: int = 1 << 30, perturbed: bool = False, watch_host: bool = False) -> None:
     """Begin anew: nothing queued, nothing counted, no races, no error. ``limit``: bytes that a device has. ``perturbed``: the
-    device's square roots and fused updates come out one ulp too large, so that work done on the host instead is seen."""
+    device's square roots and fused updates come out one ulp too large, so that work done on the host instead is seen.
+    ``watch_host``: count operators on the host, too, which slows them."""
     _ops.configure(int(schedule.order), schedule.seed, limit, perturbed)
+    _ops.watch_host(watch_host)
 
 
 def report(device: int = 0) -> Report:
     """Wait for everything and tell what was noticed."""
     time = VirtualTime(*_ops.virtual_seconds(device))
     counts = _ops.counts()
-    return Report(_ops.races(), dict(_ops.kernels(device)), *counts, time)
+    return Report(_ops.races(), dict(_ops.kernels(device)), dict(_ops.kernels(-1)), *counts, time)
 
 
 @contextmanager

@@ -198,7 +198,7 @@ class Engine {
     return found->second;
   }
   double draw_mood() {
-    constexpr std::array<double, 4> kMoods{0.0, 0.3, 0.8, 0.99};
+    constexpr std::array<double, 4> kMoods{0.0, 0.0, 0.5, 0.99};
     return kMoods[random_() % kMoods.size()];
   }
 

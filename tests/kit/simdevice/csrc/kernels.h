@@ -21,7 +21,11 @@ inline bool perturbs = false;  // this device's square roots are off by one ulp,
 inline bool on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kSim; }
 
 // What comes above the device is done: no autograd, no autocast, no modes of Python.
+inline thread_local int below = 0;
 struct Below {
+  Below() { below++; }
+  ~Below() { below--; }
+  Below(const Below&) = delete;
   c10::impl::ExcludeDispatchKeyGuard keys{
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};

@@ -1,4 +1,6 @@
 // A simulated accelerator for tests; see ../README.md.
+#include <ATen/record_function.h>
+
 #include "autocast.h"
 #include "kernels.h"
 
@@ -43,6 +45,31 @@ c10::Dict<std::string, int64_t> kernels(int64_t device) {
   for (const auto& [name, count] : engine().counts.kernels[device]) all.insert(name, count);
   return all;
 }
+// Counts operators on tensors of the host. Those that run as kernels of a device do not count, nor do views.
+std::unique_ptr<at::ObserverContext> count_on_host(const at::RecordFunction& call) {
+  if (below || !call.operator_name()) return nullptr;
+  const auto op = c10::Dispatcher::singleton().findOp(*call.operator_name());
+  if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) return nullptr;
+  for (const auto& result : op->schema().returns())
+    if (result.alias_info() && !result.alias_info()->isWrite()) return nullptr;
+  const auto inputs = call.inputs();
+  const auto has = [&](auto where) {
+    return std::any_of(inputs.begin(), inputs.end(), [&](const c10::IValue& value) {
+      if (value.isTensor()) return value.toTensor().defined() && where(value.toTensor());
+      return value.isTensorList() && !value.toTensorVector().empty() && where(value.toTensorVector()[0]);
+    });
+  };
+  if (!has([](const at::Tensor& tensor) { return tensor.is_cpu(); }) || has(on_device)) return nullptr;
+  Lock lock(engine().mutex);
+  engine().counts.kernels[-1][call.operator_name()->name]++;
+  return nullptr;
+}
+void watch_host(bool on) {
+  static std::optional<at::CallbackHandle> handle;
+  if (handle) at::removeCallback(*handle);
+  handle.reset();
+  if (on) handle = at::addGlobalCallback(at::RecordFunctionCallback(count_on_host).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+}
 std::vector<double> virtual_seconds(int64_t device) {
   Lock lock(engine().mutex);
   auto& busy = engine().busy;
@@ -81,6 +108,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("races() -> str[]", races);
   m.def("counts() -> int[]", counts);
   m.def("kernels(int device) -> Dict(str, int)", kernels);
+  m.def("watch_host(bool on) -> ()", watch_host);
   m.def("virtual_seconds(int device) -> float[]", virtual_seconds);
   m.def("new_gate() -> int", new_gate);
   m.def("open_gate(int gate) -> ()", open_gate);
