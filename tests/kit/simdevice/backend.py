@@ -74,5 +74,4 @@ def load(devices: int = 1) -> None:
     torch._register_device_module("sim", _module(devices))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     composites.register()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # module.to() keeps parameters and their ties, as to CUDA
     _loaded.append(devices)

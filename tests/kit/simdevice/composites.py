@@ -107,6 +107,29 @@ def gru(x: Tensor, hx: Tensor, params: list[Tensor], *options: Any) -> tuple[Ten
     return out, torch.stack(final)
 
 
+def _rnn_layer(activation: Callable[[Tensor], Tensor]) -> Layer:
+    def layer(x: Tensor, h: Tensor, weights: list[Tensor], reverse: bool) -> tuple[Tensor, Tensor]:
+        w_in, w_hidden, b_in, b_hidden = weights if len(weights) == 4 else (*weights, None, None)
+        steps = F.linear(x, w_in, b_in).unbind(0)
+        outs: list[Tensor] = []
+        for step in reversed(steps) if reverse else steps:
+            h = activation(F.linear(h, w_hidden, b_hidden).add_(step))
+            outs.append(h)
+        return torch.stack(outs[::-1] if reverse else outs), h
+
+    return layer
+
+
+def rnn_tanh(x: Tensor, hx: Tensor, params: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
+    out, final = _stacked(_rnn_layer(torch.tanh), x, list(hx.unbind(0)), params, *options)
+    return out, torch.stack(final)
+
+
+def rnn_relu(x: Tensor, hx: Tensor, params: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
+    out, final = _stacked(_rnn_layer(torch.relu), x, list(hx.unbind(0)), params, *options)
+    return out, torch.stack(final)
+
+
 def register() -> None:
     library = torch.library.Library("aten", "IMPL")
     for name, function in {
@@ -115,6 +138,8 @@ def register() -> None:
         "_weight_norm": weight_norm,
         "lstm.input": lstm,
         "gru.input": gru,
+        "rnn_tanh.input": rnn_tanh,
+        "rnn_relu.input": rnn_relu,
     }.items():
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl(name, function, key)

@@ -228,9 +228,10 @@ class Engine {
     if (!task.run || !error_.empty()) return true;
     try {
       task.run();
-    } catch (const std::exception& error) {
+    } catch (const c10::Error& error) {
       error_ = "sim: '" + task.name + "' on " + name_of(id) +
-               " failed while it ran, some time after it was queued; the device is of no use from now on. " + error.what();
+               " failed while it ran, some time after it was queued; the device is of no use from now on. " +
+               error.what_without_backtrace();
     }
     return true;
   }

@@ -37,9 +37,11 @@ struct View {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
   size_t bytes, span;  // of the elements; from the first to the last one
+  bool negative, conjugate;
 
   explicit View(const at::Tensor& tensor)
-      : sizes(tensor.sizes().vec()), strides(tensor.strides().vec()), dtype(tensor.scalar_type()), bytes(tensor.nbytes()) {
+      : sizes(tensor.sizes().vec()), strides(tensor.strides().vec()), dtype(tensor.scalar_type()), bytes(tensor.nbytes()),
+        negative(tensor.is_neg()), conjugate(tensor.is_conj()) {
     size_t last = 0;
     for (int64_t d = 0; d < tensor.dim(); d++) last += (tensor.size(d) - 1) * tensor.stride(d);
     span = tensor.numel() ? (last + 1) * tensor.element_size() : 0;
@@ -49,7 +51,10 @@ struct View {
   }
   at::Tensor tensor() const {
     const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
-    return data ? at::from_blob(data, sizes, strides, options) : at::empty_strided(sizes, strides, options);
+    auto tensor = data ? at::from_blob(data, sizes, strides, options) : at::empty_strided(sizes, strides, options);
+    tensor._set_neg(negative);
+    tensor._set_conj(conjugate);
+    return tensor;
   }
   Access access(bool writes) const { return {{data, data + span}, writes}; }
 };
@@ -107,6 +112,13 @@ inline at::Tensor& set_whole_storage(at::Tensor& self, at::Storage storage) {
 }
 inline at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& other) {
   return set_storage(self, other.storage(), other.storage_offset(), other.sizes(), other.strides());
+}
+// Whether `self.data = other` may be written: as of CUDA, also between the host and the device.
+inline bool takes_data_of(const at::Tensor& self, const at::Tensor& other) {
+  const auto dense = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && (tensor.is_cpu() || on_device(tensor));
+  };
+  return dense(self) && dense(other);
 }
 inline void record_stream(at::Tensor& self, at::Stream stream) { allocator().recordStream(self.storage().data_ptr(), stream); }
 
