@@ -8,6 +8,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/InferSize.h>
+#include <ATen/Parallel.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/op_registration/op_registration.h>
 #include <c10/core/DeviceGuard.h>
@@ -23,7 +24,10 @@ inline bool on_device(const at::Tensor& tensor) { return tensor.defined() && ten
 // What comes above the device is done: no autograd, no autocast, no modes of Python.
 inline thread_local int below = 0;
 struct Below {
-  Below() { below++; }
+  Below() {
+    thread_local const bool single = (at::set_num_threads(1), true);  // sums are the same on whichever thread a task runs
+    below += single;
+  }
   ~Below() { below--; }
   Below(const Below&) = delete;
   c10::impl::ExcludeDispatchKeyGuard keys{
