@@ -22,13 +22,13 @@ def _collectives(rank: int, world: int, backend: str) -> int:
             total = mine.clone()
             dist.all_reduce(total, group=group)
             gathered = torch.empty(4 * world, device="sim")
-            work = dist.all_gather_into_tensor(gathered, mine, group=group, async_op=True)
+            work = dist.all_gather_single(gathered, mine, group=group, async_op=True)
             assert work is not None
             work.wait()
             parts = [torch.empty(4, device="sim") for _ in range(world)]
             dist.all_gather(parts, gathered[rank * 4 : rank * 4 + 4], group=group)
             piece = torch.empty(4, device="sim")
-            dist.reduce_scatter_tensor(piece, gathered, group=group)
+            dist.reduce_scatter_single(piece, gathered, group=group)
             swapped = torch.empty(2 * world, device="sim")
             dist.all_to_all_single(swapped, mine[: 2 * world], group=group)
             first = mine.clone()

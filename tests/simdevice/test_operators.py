@@ -45,7 +45,9 @@ def _same_on_both(function: Any, *tensors: Tensor) -> None:
 
 def _convolution(transposed: bool) -> None:
     function = F.conv_transpose2d if transposed else F.conv2d
-    _same_on_both(lambda x, w, b: function(x, w, b, stride=2, padding=1), torch.randn(2, 4, 9, 9), torch.randn(4, 4, 3, 3), torch.randn(4))
+    _same_on_both(
+        lambda x, w, b: function(x, w, b, stride=2, padding=1), torch.randn(2, 4, 9, 9), torch.randn(4, 4, 3, 3), torch.randn(4)
+    )
 
 
 def _recurrent(kind: str, bidirectional: bool) -> None:
@@ -123,7 +125,12 @@ def _autocast() -> dict[str, Any]:
             hidden = model[0](x)
             normed, out = model[1](hidden), model(x)
             loss = F.mse_loss(out, torch.zeros_like(out))
-            assert (hidden.dtype, normed.dtype, out.dtype, loss.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)
+            assert (hidden.dtype, normed.dtype, out.dtype, loss.dtype) == (
+                torch.bfloat16,
+                torch.float32,
+                torch.bfloat16,
+                torch.float32,
+            )
             grads = torch.autograd.grad(loss, list(model.parameters()))
             seen[str(schedule)] = [g.cpu() for g in grads]
     return seen
@@ -234,7 +241,9 @@ def _perturbed() -> dict[str, bool]:
 
     kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
     return {
-        f"{name} on {where}": torch.equal(run(torch.optim.AdamW, where, True, **options), run(torch.optim.AdamW, where, False, **options))
+        f"{name} on {where}": torch.equal(
+            run(torch.optim.AdamW, where, True, **options), run(torch.optim.AdamW, where, False, **options)
+        )
         for name, options in kinds.items()
         for where in ("cpu", "sim")
     }

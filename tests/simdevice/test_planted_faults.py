@@ -12,7 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kit.simdevice import LATE, RANDOM, SCHEDULES, SIDE_EARLY, SIDE_LATE, Schedule, configure, needs_compiler, on_sim, report
+from tests.kit.simdevice import (
+    LATE,
+    RANDOM,
+    SCHEDULES,
+    SIDE_EARLY,
+    SIDE_LATE,
+    Schedule,
+    configure,
+    needs_compiler,
+    on_sim,
+    report,
+)
 
 pytestmark = needs_compiler
 

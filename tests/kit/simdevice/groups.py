@@ -79,7 +79,9 @@ class DeviceGroup(dist.ProcessGroup):
         self.check()
         for tensor in (*inputs, *outputs):
             if tensor.device != self.device:
-                raise RuntimeError(f"No backend type associated with device type {tensor.device.type} (this group: {self.device})")
+                raise RuntimeError(
+                    f"No backend type associated with device type {tensor.device.type} (this group: {self.device})"
+                )
         self._stream.wait_event(torch.accelerator.current_stream(self.device).record_event())
         with self._stream:
             host_inputs = [torch.empty_like(t, device="cpu", pin_memory=True) for t in inputs]
@@ -112,17 +114,17 @@ class DeviceGroup(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
         return self._run(inputs, outputs[0], lambda i, o: self._gloo.allgather([o], i).wait())
 
-    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> _Work:
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> _Work:
         return self._run([source], [output], lambda i, o: self._gloo.allgather([list(o[0].chunk(self.size()))], i).wait())
 
-    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> _Work:
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> _Work:
         def exchange(inputs: list[Tensor], outputs: list[Tensor]) -> None:
             self._gloo.allreduce(inputs).wait()
             outputs[0].copy_(inputs[0].chunk(self.size())[self.rank()])
 
         return self._run([source], [output], exchange)
 
-    def alltoall_base(self, output: Tensor, source: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> _Work:
+    def all_to_all_single(self, output: Tensor, source: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> _Work:
         return self._run([source], [output], lambda i, o: self._gloo.alltoall_base(o[0], i[0], out_sizes, in_sizes).wait())
 
     def barrier(self, opts: Any = None) -> _Work:
