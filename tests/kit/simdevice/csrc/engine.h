@@ -1,7 +1,8 @@
 // Streams of tasks, the schedule that decides when they run, and a virtual clock.
 //
 // A task runs on whichever thread makes it run, always under the engine's lock; so a task must not need Python, nor memory of the
-// simulated device. One lock guards everything; functions that take a `Lock&` are called with it held.
+// simulated device. One lock guards everything; functions that take a `Lock&` are called with it held. While it is held no
+// reference to a tensor may be made or dropped: that may need Python's lock, whose owner may be waiting for this one.
 #pragma once
 #include <c10/util/Exception.h>
 

@@ -165,6 +165,7 @@ inline at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bo
   if (in && reached) engine().races.watch(engine().last(stream, name), from.access(false));
   if (across) engine().wait(lock, other, engine().moment(stream));
   if ((in || out) && (!non_blocking || (out && !reached))) engine().host_waits(lock, engine().moment(stream));
+  lock.unlock();  // a new reference to a tensor may need Python's lock, whose owner may be waiting for this one
   return target;
 }
 inline at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target) {
