@@ -8,7 +8,7 @@ INPUTS := pyproject.toml constraints.txt
 WORKERS ?= 2
 
 # the part of the simulated accelerator's tests that takes seconds; it is compiled once
-SIM := $(addprefix tests/simdevice/,test_planted_faults.py test_operators.py)
+SIM := $(addprefix tests/simdevice/,test_build.py test_planted_faults.py test_operators.py)
 
 .PHONY: run test check shake soak clean help
 .DEFAULT_GOAL := help

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -252,6 +253,31 @@ def _perturbed() -> dict[str, bool]:
 def test_a_perturbed_device_shows_which_processor_did_the_update() -> None:
     for name, same in on_sim(_perturbed).items():
         assert same == name.endswith("cpu"), name
+
+
+def _threads() -> int:
+    """One thread waits for copies and makes references to tensors, the other drops tensors while it holds Python's lock."""
+    done: list[int] = []
+    for schedule in SCHEDULES:
+        configure(schedule)
+
+        def copies() -> None:
+            host = torch.empty(64)
+            for _ in range(100):
+                host.copy_(torch.ones(64, device="sim") * 2)
+            done.append(int(host.sum()))
+
+        threads = [threading.Thread(target=copies) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not report().races
+    return sum(done)
+
+
+def test_threads_of_the_host_do_not_lock_each_other_out() -> None:
+    assert on_sim(_threads, timeout=60) == 5 * 3 * 128
 
 
 def _touch() -> None:

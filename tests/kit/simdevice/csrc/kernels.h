@@ -411,8 +411,10 @@ class Call {
       writes |= operands_[i].writes;
     }
     if (!writes) return;  // a view
-    auto task = [op = op_, arguments = arguments_, views, kept, outputs = outputs_, generator, nudged = nudged()] {
+    auto task = [op = op_, arguments = arguments_, views, kept, outputs = outputs_, generator, nudged = nudged(),
+                 grad = at::GradMode::is_enabled()] {
       const Below below;
+      const at::AutoGradMode as_when_queued(grad);  // what some kernels return depends on it
       std::vector<at::Tensor> tensors = kept;
       for (size_t i = 0; i < views.size(); i++)
         if (views[i]) tensors[i] = views[i]->tensor();
