@@ -21,8 +21,10 @@ def test_the_library_is_known_by_its_sources(tmp_path: Path, monkeypatch: pytest
 
 @needs_compiler
 def test_what_does_not_compile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "simdevice.cpp").write_text("#error a mistake\n")
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "simdevice.cpp").write_text("#error a mistake\n")
+    monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(RuntimeError, match="a mistake"):
         build.library()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.kit.dist import RanksFailed
 from tests.kit.simdevice import (
     LATE,
     SCHEDULES,
@@ -287,9 +288,6 @@ def _touch() -> None:
 
 
 def test_the_host_cannot_touch_the_devices_memory() -> None:
-    from tests.kit.dist import RanksFailed, run_ranks
-    from tests.kit.simdevice.worker import _without_rank, load
-
     with pytest.raises(RanksFailed) as error:
-        run_ranks(1, _without_rank, _touch, (), prepare=(load, 1), fresh=True)
+        on_sim(_touch, fresh=True)
     assert error.value.exit_codes == [-11]

@@ -17,9 +17,9 @@ def load(devices: int) -> None:
     groups.register()
 
 
-def on_sim(function: Callable[..., Any], *args: Any, devices: int = 1, timeout: float = 100) -> Any:
-    """``function(*args)`` in a process that has ``devices`` simulated devices."""
-    return run_ranks(1, _without_rank, function, args, prepare=(load, devices), timeout=timeout)[0]
+def on_sim(function: Callable[..., Any], *args: Any, devices: int = 1, timeout: float = 100, fresh: bool = False) -> Any:
+    """``function(*args)`` in a process that has ``devices`` simulated devices; ``fresh``: in one that nothing else has used."""
+    return run_ranks(1, _without_rank, function, args, prepare=(load, devices), timeout=timeout, fresh=fresh)[0]
 
 
 def on_sim_ranks(world: int, function: Callable[..., Any], *args: Any, devices: int = 1, timeout: float = 100) -> list[Any]:
