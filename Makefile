@@ -7,6 +7,9 @@ INPUTS := pyproject.toml constraints.txt
 # Tests wait a lot, for other ranks, deadlines and kills: two files of them at once take about two thirds of the time.
 WORKERS ?= 2
 
+# the part of the simulated accelerator's tests that takes seconds; it is compiled once
+SIM := $(addprefix tests/simdevice/,test_build.py test_planted_faults.py test_operators.py)
+
 .PHONY: run test check shake soak clean help
 .DEFAULT_GOAL := help
 
@@ -28,7 +31,7 @@ check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright
-	@$(BIN)/python -m pytest -q $(wildcard tests/unit tests/property) tests/test_source_rules.py $(ARGS)
+	@$(BIN)/python -m pytest -q $(wildcard tests/unit tests/property) $(SIM) tests/test_source_rules.py $(ARGS)
 
 shake: $(VENV)/.installed-dev
 	@HYPOTHESIS_PROFILE=new PYTHONPATH=$(CURDIR)/tests/kit/shaken $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)

@@ -2,7 +2,8 @@
 
 ``run_ranks(3, fn, arg)`` calls ``fn(rank, 3, arg)`` in three processes joined by gloo and returns the three results. The
 processes stay for later calls with the same number of ranks, because starting and joining them takes time. A call that fails or
-hangs ends its processes; the error holds the traceback of every rank, or where each of them hung.
+hangs ends its processes; the error holds the traceback of every rank, or where each of them hung. ``prepare=(load, 2)`` asks
+for processes in which ``load(2)`` has run before anything else, once; they are not shared with calls that ask for others.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def seed_all(seed: int = 0) -> None:
     torch.manual_seed(seed)
 
 
-def _worker(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+Prepare = tuple[Any, ...]  # a picklable function and its arguments
+
+
+def _worker(rank: int, world_size: int, folder: str, pipe: Connection, prepare: Prepare) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     session = multiprocessing.parent_process()
     if session is None or not session.is_alive():
@@ -64,6 +68,8 @@ def _worker(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if prepare:
+        prepare[0](*prepare[1:])
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     while True:
@@ -97,7 +103,7 @@ def _answer(pipe: Connection, outcome: _Outcome) -> None:
 
 
 class _Pool:
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, prepare: Prepare = ()) -> None:
         self.world_size = world_size
         self.folder = tempfile.mkdtemp(prefix="lowtide-ranks-")
         self._pipes: list[Connection] = []
@@ -105,7 +111,7 @@ class _Pool:
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
             process = _CONTEXT.Process(
-                target=_worker, args=(rank, world_size, self.folder, theirs), name=f"rank-{rank}", daemon=False
+                target=_worker, args=(rank, world_size, self.folder, theirs, prepare), name=f"rank-{rank}", daemon=False
             )
             process.start()
             theirs.close()
@@ -164,7 +170,7 @@ class _Pool:
         return codes
 
 
-_pools: dict[int, _Pool] = {}
+_pools: dict[tuple[int, Prepare], _Pool] = {}
 
 
 def run_ranks(
@@ -174,6 +180,7 @@ def run_ranks(
     timeout: float = 100,
     fresh: bool = False,
     exit_codes: list[int] | None = None,
+    prepare: Prepare = (),
 ) -> list[Any]:
     """``fn(rank, world_size, *args)`` of every rank, by rank. ``fn`` and its arguments must be picklable.
 
@@ -181,13 +188,14 @@ def run_ranks(
     ``exit_codes`` are then what is expected (all 0 unless given: then errors and deaths do not raise here, and the result
     of a rank that raised is its traceback, of one that died None).
     """
-    pool = _Pool(world_size) if fresh else (_pools.get(world_size) or _pools.setdefault(world_size, _Pool(world_size)))
+    kind = world_size, prepare
+    pool = _Pool(*kind) if fresh else (_pools.get(kind) or _pools.setdefault(kind, _Pool(*kind)))
     outcomes = pool.call(fn, args, timeout, raises=fresh)
     bad = any(outcome is None or outcome.error is not None for outcome in outcomes)
     stacks = pool.stacks()
     codes: list[int | None] = [None] * world_size
     if fresh or bad:
-        _pools.pop(world_size, None) if not fresh else None
+        _pools.pop(kind, None) if not fresh else None
         codes = pool.end(40.0 if fresh and not stacks else 0.2)
     if exit_codes is not None and codes == exit_codes and not stacks:
         return [None if outcome is None else outcome.error or outcome.value for outcome in outcomes]

@@ -47,7 +47,7 @@ class GPT(nn.Module):
             self.head.weight = self.tok.weight
 
     def forward(self, index: Tensor) -> Tensor:
-        x = self.tok(index) + self.pos(torch.arange(index.shape[1]))
+        x = self.tok(index) + self.pos(torch.arange(index.shape[1], device=index.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
