@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -161,3 +162,9 @@ def test_dependencies_are_what_is_imported() -> None:
     foreign = {name for name in imported if name not in sys.stdlib_module_names and name != "lowtide"}
     assert foreign <= required | optional, "imported but not declared"
     assert required - foreign <= {"numpy"}, "declared but not imported (numpy: torch warns when it is missing)"
+
+
+def test_the_compiler_is_not_imported_before_it_is_used() -> None:
+    """torch's takes 70 MiB of every process, which count against a memory number."""
+    program = "import sys, lowtide.api; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0

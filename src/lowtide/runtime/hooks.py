@@ -88,12 +88,10 @@ def _hook_model(engine: Engine) -> None:
     engine.model.register_forward_hook(after, always_call=True)
 
 
-@never_compiled
 def _begin(engine: Engine) -> Call:
     return engine.turn.begin(forward(module_call()))
 
 
-@never_compiled
 def _innermost(engine: Engine) -> Call | None:
     return engine.turn.innermost(module_call())
 
