@@ -1,6 +1,7 @@
 """What does it cost to look again? Processor seconds of a step with and without what guards against silent wrong numbers.
 
     python benchmarks/verification.py --out benchmarks/results/verification.json      gpt-705m at 1.3 GiB, about an hour
+    python benchmarks/verification.py --only "all guards"      all of them against none: a quarter of an hour
     python benchmarks/verification.py --preset gpt-17m --memory 600MiB --context 64 --rounds 2      does the script work here?
 
 Guards are switched off one at a time, and all together, by replacing the function that does the work, inside one process that
@@ -90,14 +91,15 @@ def measure(chosen: argparse.Namespace, folder: str) -> dict[str, Any]:
 
     for number in range(WARM_UP_STEPS):
         say(f"warm-up {number + 1} of {WARM_UP_STEPS}: {step():.2f} processor seconds")
-    taken: dict[str, list[float]] = {name: [] for name in WITHOUT}
+    kinds = [name for name in WITHOUT if name in (*chosen.only, "no guard")]
+    taken: dict[str, list[float]] = {name: [] for name in kinds}
     chance = random.Random(0)
     for number in range(chosen.rounds):
-        for name in chance.sample(list(WITHOUT), len(WITHOUT)):
+        for name in chance.sample(kinds, len(kinds)):
             with without(WITHOUT[name]):
                 taken[name].append(step())
         say(f"round {number + 1} of {chosen.rounds}")
-    return {"activations": engine_of(model).usage().activations, "steps": {name: summary(taken, name) for name in WITHOUT}}
+    return {"activations": engine_of(model).usage().activations, "steps": {name: summary(taken, name) for name in kinds}}
 
 
 def summary(taken: dict[str, list[float]], name: str) -> dict[str, Any]:
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=None, help="tokens per sample; default: the preset's")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", nargs="+", choices=WITHOUT, default=list(WITHOUT), help="beside steps with no guard")
     parser.add_argument("--disk", type=Path, help="default: a folder for temporary files")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()

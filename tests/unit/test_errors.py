@@ -24,7 +24,9 @@ EXAMPLES: dict[type[errors.Error], errors.Error] = {
     errors.Poisoned: errors.Poisoned("ValueError: x"),
     errors.OverBudget: errors.OverBudget("activations", 3 << 20, 1 << 20, "head"),
     errors.ChangedInPlace: errors.ChangedInPlace("float32 of shape [3]", 2, 1),
-    errors.RecomputedDifferently: errors.RecomputedDifferently("blocks.0", "it saved more than the 3 tensors of the first time"),
+    errors.RecomputedDifferently: errors.RecomputedDifferently(
+        "blocks.0", "it saved more than the 3 tensors of the first time"
+    ),
     errors.DiskError: errors.DiskError("input/output error", "/scratch", 4096, "head", "parameters", 1),
     errors.DiskCorrupted: errors.DiskCorrupted("bytes differ", "/scratch", 4096, "head", "parameters", 1),
     errors.DiskFull: errors.DiskFull("no space", "/scratch", None, "head", "parameters", 1, 3 << 20, 1 << 20),
