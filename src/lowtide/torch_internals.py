@@ -146,6 +146,14 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch._dynamo.disable(function)
 
 
+def unseen_by_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a function of a module. Where torch's compiler, of 70 MiB, was not imported yet, nothing is compiled."""
+    return _never_compiled(function) if "torch._dynamo" in sys.modules else function
+
+
+_never_compiled = functools.cache(never_compiled)
+
+
 def gloo_options(address: str, interfaces: Sequence[str], timeout: timedelta) -> Any:
     """What a ``ProcessGroupGloo`` takes instead of a timeout: where its sockets listen; its default if nothing is said."""
     make = torch.distributed.ProcessGroupGloo.create_device

@@ -77,7 +77,7 @@ MISTAKES = {
     "plan --arch gpt2 --what-if speed=1..2": "such as memory=2..16GiB",
     "plan --arch gpt2 --what-if memory=4GiB": "--what-if is 'memory=4GiB'; '4GiB' is one size",
     "plan --arch gpt2 --what-if memory=8..4GiB": "the first size must be below the second",
-    "plan --arch gpt2 --what-if memory=a..4GiB": "--what-if is 'a",
+    "plan --arch gpt2 --what-if memory=a..4GiB": "the size is 'a'",
     "plan --arch gpt2 --what-if memory=2..4GiB --explain": "leave out --explain",
     "plan --arch gpt2 --what-if device-memory=2..4GiB": "no device with memory of its own",
     "plan --arch gpt2 --what-if disk=2..4GiB": "give --disk too",

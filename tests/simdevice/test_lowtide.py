@@ -39,6 +39,9 @@ class Finding:
     what: str
     sign: str
 
+    def __str__(self) -> str:
+        return f"{self.number}: {self.what}"
+
 
 _ON_HOST = Finding(
     "S2.1",
@@ -192,7 +195,7 @@ def _cells() -> list[Any]:
     cells: list[Any] = []
     for setup in SETUPS:
         marks = (
-            [pytest.mark.xfail(strict=True, raises=(AssertionError, RanksFailed), reason=setup.finding)]
+            [pytest.mark.xfail(strict=True, raises=(AssertionError, RanksFailed), reason=str(setup.finding))]
             if setup.finding
             else []
         )

@@ -262,11 +262,6 @@ class Engine(Assembly):
         del this  # or what is raised here would keep it
         self.turn.begin(call)
         self.check()
-        self._backward = call
-        if (alive := call.witness and call.witness()) is not None:
-            call.witness = weakref.ref(alive, functools.partial(_pass_has_failed, weakref.ref(self)))
-            del alive
-        self.update.forget_expected()  # of units that the forward pass did not reach
         if self.backward_update is not None:
             self.backward_update.refuse_second_pass()
             if self.turn.depth == 0 and (unit := self.residency.pinned()) is not None:
@@ -274,6 +269,11 @@ class Engine(Assembly):
                     f"loss.backward() with update='backward' inside gathered() of unit {unit.name!r}; leave it first: "
                     f"graphs made inside can be walked outside."
                 )
+        self._backward = call
+        if (alive := call.witness and call.witness()) is not None:
+            call.witness = weakref.ref(alive, functools.partial(_pass_has_failed, weakref.ref(self)))
+            del alive
+        self.update.forget_expected()  # of units that the forward pass did not reach
         self.announcer.say(Verb.BACKWARD)
         self.group.watch.phase = "in backward"
         self._backward_order.restart()
@@ -513,7 +513,7 @@ class Engine(Assembly):
         if self.loading:
             self.poisoned_by, self.loading = "loading a checkpoint was broken off", False
         self.grads.abandon()
-        if self.backward_update is not None:
+        if self.backward_update is not None and self._backward is not None:  # a pass that is over waits for its step
             self.backward_update.abandon()
             if self.update.begun and self.poisoned_by is None:
                 self.poisoned_by = "a backward pass failed after it had updated some units"

@@ -14,7 +14,7 @@ from lowtide.runtime.engine import Engine
 from lowtide.runtime.grads import GradRecord
 from lowtide.runtime.turn import Call, forward, module_call
 from lowtide.spec.units import needs
-from lowtide.torch_internals import grad_hooks_of, never_compiled
+from lowtide.torch_internals import grad_hooks_of, never_compiled, unseen_by_compiler
 
 
 def install(engine: Engine) -> None:
@@ -70,7 +70,7 @@ def _hook_model(engine: Engine) -> None:
         if engine.needs_no_turn:
             return engine.inputs(args, kwargs, outermost=True)
         with GradMode():
-            call = _begin(engine)
+            call = unseen_by_compiler(_begin)(engine)
             hook_new_parameters(engine)
             inputs = engine.enter_model(call, args, kwargs)
             call.saved = engine.open_saved()
@@ -81,7 +81,7 @@ def _hook_model(engine: Engine) -> None:
         if torch.compiler.is_compiling():  # the hook above has refused it
             return output
         with GradMode():
-            call = _innermost(engine)
+            call = unseen_by_compiler(_innermost)(engine)
             return engine.leave_model(call, output) if call is not None and call.ready else output
 
     engine.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)

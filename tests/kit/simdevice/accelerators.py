@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
-# the function that refuses, once there is one: "module.name"
-REFUSAL: str | None = None
+from lowtide.runtime import assembly
 
 
-@contextlib.contextmanager
-def allowed() -> Iterator[None]:
-    if REFUSAL is None:
-        yield
-        return
-    with mock.patch(REFUSAL, return_value=None):
-        yield
+def allowed() -> AbstractContextManager[Any]:
+    return mock.patch.object(assembly, "refuse_unproven", return_value=None)
