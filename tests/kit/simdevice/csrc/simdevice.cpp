@@ -155,6 +155,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   }
 }
 
+// The question whether `self.data = other` may be written reads neither, as on other devices: a negated view stays one.
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_has_compatible_shallow_copy_type", torch::CppFunction::makeFallthrough()); }
+
 #define NAME(...) operator_name(#__VA_ARGS__),
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
