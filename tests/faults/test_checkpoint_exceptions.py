@@ -225,7 +225,10 @@ class Saver:
 
     def check(self, where: str) -> None:
         """What is loaded now is the last one or this one, with all its bits. Collective."""
-        finish(engine_of(self.one.model))  # who was interrupted while waiting has not waited to the end
+        try:
+            finish(engine_of(self.one.model))  # who was interrupted while waiting has not waited to the end
+        except CheckpointError as error:  # nor heard that it failed, on another rank perhaps
+            self.error = self.error or error.with_traceback(None)
         errors: list[str | None] = [repr(type(self.error)) if self.error is not None else None]
         if self.job.setup.ranks > 1:
             errors = [None] * self.job.setup.ranks

@@ -652,7 +652,7 @@ _CASES = [
 ]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("placement", "name"), _CASES)
 def test_on_one_rank(placement: str, name: str, tmp_path: Path) -> None:
     _check(1, name, placement, tmp_path)
@@ -661,7 +661,7 @@ def test_on_one_rank(placement: str, name: str, tmp_path: Path) -> None:
 _ON_TWO = [name for name in LOOPS if not name.endswith("_and_goes_on") and name != "inner_loop"]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("placement", ["stage3", "stage3_disk"])
 @pytest.mark.parametrize("name", _ON_TWO)
 def test_on_two_ranks(name: str, placement: str, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def _one_thread_and_no_collection(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     torch.set_num_threads(threads)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_or_a_typed_error(kind: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,14 +343,14 @@ _ON_ONE = [(where, name) for where in ALONE for name in KINDS if (where, name) n
 _ON_TWO = [(where, name) for where in TOGETHER for name in KINDS]
 
 
-@pytest.mark.thinned(14)
+@pytest.mark.thinned(28)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(("placement", "name"), _ON_ONE)
 def test_on_one_rank(placement: str, name: str, moment: str, tmp_path: Path) -> None:
     _check(1, name, moment, ALONE[placement], tmp_path)
 
 
-@pytest.mark.thinned(45)
+@pytest.mark.thinned(90)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(("placement", "name"), _ON_TWO)
 def test_on_two_ranks(placement: str, name: str, moment: str, tmp_path: Path) -> None:

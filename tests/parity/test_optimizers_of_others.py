@@ -283,7 +283,7 @@ def _possible(name: str, odd: str) -> bool:
 _PAIRS = [(name, odd) for name in OTHERS for odd in ODD if _possible(name, odd)]
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(16)
 @pytest.mark.parametrize("placement", ONE_RANK)
 @pytest.mark.parametrize(("name", "odd"), _PAIRS)
 def test_on_one_rank(name: str, odd: str, placement: str, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_on_one_rank(name: str, odd: str, placement: str, tmp_path: Path) -> Non
     assert not text or placement != "plain"
 
 
-@pytest.mark.thinned(14)
+@pytest.mark.thinned(28)
 @pytest.mark.parametrize("placement", TWO_RANKS)
 @pytest.mark.parametrize(("name", "odd"), _PAIRS)
 def test_on_two_ranks(name: str, odd: str, placement: str, tmp_path: Path) -> None:

@@ -417,7 +417,10 @@ class OpenFolder:
 
     def changed_ns(self) -> int:
         """When its manifest was written."""
-        return os.fstat(self.file(MANIFEST)[0]).st_mtime_ns
+        try:
+            return os.fstat(self.file(MANIFEST)[0]).st_mtime_ns
+        except OSError as error:
+            raise CheckpointCorrupted(f"{MANIFEST} cannot be read: {error.strerror}", str(self.path)) from error
 
     def read(self, name: str, limit: int) -> bytes:
         """A whole small file."""

@@ -240,6 +240,7 @@ class _Job:
         if self._rank == 0 and self._working.name:
             with contextlib.suppress(OSError):  # the first error is the one to tell; `ckpt gc` removes the rest
                 folder.remove(self._working)
+        self._alive = None  # now, not when the frames of the error are collected: a disk may be unmounted meanwhile
 
     # -- before training goes on --------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any
 
 OUR_THREADS = "lowtide-"
 """What the names of our own threads begin with."""
-_FRAMES = 12  # of a thread, the innermost
+_FRAMES = 24  # of a thread, the innermost
 _STACKS_CHARS = 6_000  # of one rank
 _REPORT_CHARS = 40_000
 _LABEL_CHARS = 200
