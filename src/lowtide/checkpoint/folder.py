@@ -409,7 +409,11 @@ class OpenFolder:
         found = 0
         for name in names:
             with contextlib.suppress(CheckpointCorrupted):  # told when it is read, if it is
-                found += stored_bytes(self.file(name)[0])
+                fd = self.file(name)[0]
+                try:
+                    found += stored_bytes(fd)
+                except OSError as error:
+                    raise CheckpointError(f"{name} cannot be read: {error.strerror}", str(self.path)) from error
         return found
 
     def manifest(self) -> Manifest:
